@@ -44,7 +44,7 @@ SLOWER = FALLBACK_REASONS.index("slower")
 # The method scores keys by the newest queries, and too few of them are recorded: all query rings were taken
 # (mem_cache/compressed/queries.py), or the forwards so far recorded none (steps in graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
-# The scores of the request's method cannot be used (mem_cache/compressors/contracts/compressor.py).
+# The scores of the request's method cannot be used (mem_cache/compressors/compressor.py).
 WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
 # Cache ranks select the request's tokens, and no rank has selected any yet, or none can (managers/cache_rank/).
 NO_SELECTION = FALLBACK_REASONS.index("no-selection")

@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.predictor import FitRecord
+from sglang_ext.mem_cache.scores import FitRecord, model_folder, model_key
 from sglang_ext.tools import CommandError, check_folder, exit_code
 from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split
 

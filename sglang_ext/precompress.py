@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.scores.index import MIN_MATCH
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, write
+from sglang_ext.mem_cache.compressors.kvzip import MIN_MATCH, ScoreFile, ScoreFileError, ScoredDocument, write_scores
+from sglang_ext.mem_cache.scores import model_folder, model_key
 from sglang_ext.tools import CommandError, check_folder, exit_code
 from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
 
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             # Each token is computed once, and repeated once.
             task = progress.add_task(file.name, total=2 * len(tokens))
             advance = partial(progress.advance, task)
-            write(args.out, document, reconstruction_scores(model, encode, tokens, suffix, how, advance))
+            write_scores(args.out, document, reconstruction_scores(model, encode, tokens, suffix, how, advance))
 
 
 def main(argv: list[str] | None = None) -> int:

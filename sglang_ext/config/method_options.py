@@ -15,7 +15,6 @@ from sglang_ext.config.options import attention_backends, expected_device
 from sglang_ext.config.rules import KVServerArgs, Range
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
 BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
@@ -236,7 +235,7 @@ def resolve_head_budgets(args: KVServerArgs) -> None:
     """
     first, *others = offered_methods(args)
     if args.kv_head_budgets == "auto":
-        better = first.drop_method is not None and COMPRESSORS[first.drop_method].better_uneven
+        better = first.drop_method in catalogue.better_uneven()
         alone = better and not others and first.quant_method is None
         device = expected_device(args.device)
         backends = model_options.COMPRESSED_KV_BACKENDS.get(device)
@@ -255,7 +254,7 @@ def check_head_budgets(args: KVServerArgs) -> None:
 def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
     """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := COMPRESSORS[name].reads) is None:
+        if (wanted := catalogue.required_folder(name)) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)

@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.spade import Spade
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +238,11 @@ def max_selected_tokens(args: KVServerArgs) -> int:
 
 def spade(args: KVServerArgs) -> "Spade":
     """The spade method with the flags' settings. For arguments after :func:`resolve`."""
-    from sglang_ext.mem_cache.compressors.spade import Spade
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not ranks(args)
-    return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
+    return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
 
 
 def step_method(args: KVServerArgs) -> Compressor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_ext.config.rules import KVServerArgs
-    from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 
 # Upper limit of query rings, as a share of the memory for KV; and rings that exist in any case, if that many requests run.
@@ -271,7 +271,7 @@ class MemoryPlanner:
         """Numbers that each row of the tables has for selections within attention."""
         if self.paging is None:
             return 0
-        from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+        from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
         return PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, self.paging.every)
 

@@ -17,7 +17,7 @@ from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
     from sglang_ext.mem_cache.compressed.rotary import Rotary
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-    from sglang_ext.mem_cache.scores.index import ScoreIndex
-    from sglang_ext.mem_cache.scores.predictor import Predictor
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import Predictor
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,11 @@ class ServedMethods:
             return ExchangedRowLayout()
         pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
         if pointing is not None:
-            from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
+            from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers
 
             pointers = Pointers.for_pool(buffers, page_size)
             if not pointing.in_attention:
                 return PointerLayout.for_table(pointers, token_table)
-            from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
             from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 
             extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
@@ -190,8 +189,7 @@ def _predicts(args: "KVServerArgs") -> bool:
 
 
 def _predictor(args: "KVServerArgs") -> "Predictor":
-    from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-    from sglang_ext.mem_cache.scores.predictor import Predictor
+    from sglang_ext.mem_cache.scores import Predictor, model_folder, model_key
 
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
@@ -217,7 +215,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
             compressors[name] = each.compressor
             if name == KVZAP:
                 # Without host memory all scores are known, so no other compressor is needed.
-                from sglang_ext.mem_cache.compressors.kvzap import KVzap
+                from sglang_ext.mem_cache.compressors.kvzip import KVzap
 
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
             elif each.compressor.every:
@@ -250,8 +248,8 @@ def first_kv_head(args: "KVServerArgs", rank: int) -> int:
 
 
 def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
-    from sglang_ext.mem_cache.scores.index import ScoreIndex
-    from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import model_folder, model_key
 
     key = model_key(model_folder(args.model_path, args.revision))
     return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from torch.nn.functional import gelu, linear, mse_loss
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_ext.mem_cache.scores.checked_file import CheckedFileError, is_whole, read_checked, write_checked
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.scores import CheckedFileError, FitRecord, Predictor, is_whole, read_checked, write_checked
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
 
@@ -163,7 +162,7 @@ class Standardizer:
 
 def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, layer: int) -> dict[str, torch.Tensor]:
     """Train one layer with its own random numbers. Return its weights on the CPU, with the names of
-    :class:`~sglang_ext.mem_cache.scores.predictor.Predictor`.
+    :class:`~sglang_ext.mem_cache.scores.Predictor`.
 
     Args:
         states: float32 [samples, hidden_size].

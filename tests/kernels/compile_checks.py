@@ -29,12 +29,11 @@ from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, prompt_co
 from sglang_ext.layers.kernels.lynx import triton_codec as codec, residual_pages
 from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
 from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Attached
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 

@@ -21,11 +21,10 @@ from sglang_ext.layers.kernels.lynx.residual_pages import read_pages, write_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
 from sglang_ext.mem_cache.host_tier.host_pool import as_words
 from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages

@@ -10,7 +10,7 @@ from sglang_ext_bench.attention.arms import launch_dequantize
 from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 

@@ -11,12 +11,11 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 PAGE = 16

@@ -25,7 +25,7 @@ from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
@@ -114,7 +114,7 @@ class RankWorld:
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
         self.pointers = Pointers.for_pool(self.buffers, 1)
         packing = PlainSlots(1) if self.rows else self.pointers
-        self.method = CompressionMethod(Spade(predictor, every, each_round=False), 0.25, packing)
+        self.method = CompressionMethod(Spade(predictor, every=every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))

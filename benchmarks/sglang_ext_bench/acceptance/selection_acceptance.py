@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring import (
     PredictedScoring,
@@ -60,7 +60,7 @@ OVERLAP_INTERVAL = 6
 
 @dataclass(frozen=True)
 class VerifyGuidedScoring(Scoring):
-    """Scores by the mean attention of the newest verified queries, as compressors/verify_guided.py."""
+    """Scores by the mean attention of the newest verified queries, as compressors/attention_scores.py."""
 
     name: ClassVar[str] = "verify-guided"
 

@@ -171,7 +171,7 @@ def check_lengths(servers: Sequence[LongcotServer], lengths: Sequence[int]) -> N
 
 def _method_servers(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongcotServer]:
     """Servers of one method, mode and number of selected tokens: one per selection interval and, with cache ranks, per pack size."""
-    from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
     drafts = ("--kv-draft-length", str(args.draft_length)) if mode == "verified" else ()
     # A round has draft tokens and a bonus token, or plain steps.

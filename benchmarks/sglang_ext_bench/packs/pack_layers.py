@@ -15,7 +15,7 @@ from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import parse_group, positive_int

@@ -31,7 +31,7 @@ from sglang_ext.managers.cache_rank.protocol import (
 from sglang_ext.managers.cache_rank.rank_link import connect_rank
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens

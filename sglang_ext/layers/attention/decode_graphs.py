@@ -18,8 +18,7 @@ from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
 from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, uneven_attention
 from sglang_ext.layers.attention.verify_graphs import dummy_batch
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 

@@ -20,7 +20,7 @@ from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, prod
 from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
-from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
+from sglang_ext.mem_cache.compressors.quantizer import code_values
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

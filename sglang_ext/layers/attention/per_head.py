@@ -2,7 +2,7 @@
 draft steps (decode_backend.py).
 
 - Ragged heads: cells, a different number for each head (ragged_heads.py).
-- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself (pages.py).
+- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself.
 - Sent rows: rows of K and V from cache ranks, the same number for each head.
 """
 
@@ -15,8 +15,7 @@ from sglang_ext.layers.attention.decode_backend import EXACT_PARTS, CompressedDe
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
 from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ class QuantizedPrefill:
     def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
         """A context in which prompts are computed.
 
-        ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py). ``stored``: as
+        ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/block_layout.py). ``stored``: as
         :attr:`stored`; rows may lack full KV there. The blocks end before the first token that is computed.
         """
         self.rows, self.stored = seeds, stored or {}

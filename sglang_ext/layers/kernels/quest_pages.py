@@ -3,10 +3,10 @@ a step.
 
 A page's bound is the largest product that a query can have with a key between the page's minima and maxima. It is the mean over the query
 heads of the KV head, as in ``mem_cache/selection/scoring.py``. The bound is linear in the positive and negative parts of a query. So
-only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pages.py).
+only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pointers.py).
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -14,9 +14,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pdl_options
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 
 
 class QuestGrid(NamedTuple):
@@ -349,8 +346,31 @@ def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
     return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
 
 
+class PageTables(Protocol):
+    """Which rows begin with pointers, and their pages: what kernels read of :class:`PagePointerLayout`, which describes the attributes."""
+
+    @property
+    def counts(self) -> torch.Tensor: ...
+    @property
+    def pages(self) -> torch.Tensor: ...
+    @property
+    def selected_at(self) -> torch.Tensor: ...
+    @property
+    def finished_parts(self) -> torch.Tensor: ...
+    @property
+    def page_bounds(self) -> torch.Tensor: ...
+    @property
+    def page(self) -> int: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def newest(self) -> int: ...
+
+
 def point_at_best_pages(
-    begins: "PagePointerLayout",
+    begins: PageTables,
     layer: int,
     queries: torch.Tensor,
     cells: torch.Tensor,
@@ -379,7 +399,7 @@ def point_at_best_pages(
             selection has ended must keep this tensor until then, because the selection uses its memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
-    extremes, padded = begins.extremes.held[layer], triton.next_power_of_2(dim)
+    extremes, padded = begins.page_bounds[layer], triton.next_power_of_2(dim)
     most, at_once = triton.cdiv(token_table.shape[1], page), max(1, cut.step_bytes // (2 * padded * extremes.itemsize))
     parts = min(triton.cdiv(most, at_once), max(1, cut.programs // (heads * requests)))
     width = _width(most)
@@ -387,7 +407,7 @@ def point_at_best_pages(
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.selected_at[layer], begins.finished_parts,
         cells, bounds, listed.view(torch.int32), width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0),
-        cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.layout.per_slot,
+        cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=cells.shape[2],
         EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
         RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK, KEPT=KEPT, TRIALS=TRIALS,
         BITS=BITS, MEMORY_TRIALS=MEMORY_TRIALS, MEMORY_BITS=MEMORY_BITS, maxnreg=cut.registers, **pdl_options(queries),

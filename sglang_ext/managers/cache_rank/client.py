@@ -48,7 +48,7 @@ class CacheRankClient(AsyncSelector):
 
     Args:
         links: Connections to the ranks.
-        method: Compression method of all requests; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        method: Compression method of all requests; its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
         token_table: int32, SGLang's token table with the draft rows.
         buffers: Layers of SGLang's KV pool.
         queries: Newest queries of each request.

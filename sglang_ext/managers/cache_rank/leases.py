@@ -15,7 +15,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
 from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.rounding import chained
+from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
 
 # Returns the name of a full block, by its index in the request; None for a block that is not shared.
 Name = Callable[[int], bytes | None]

@@ -23,7 +23,7 @@ from sglang_ext.managers.cache_rank.exchange_buffer import QUESTION_NUMBERS
 from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 

@@ -36,7 +36,7 @@ from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchange
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError, StagedTokens
 from sglang_ext.managers.cache_rank.selection_runner import SelectionRunner
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 BEAT_SECONDS = 0.2

@@ -11,7 +11,7 @@ from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.mem_cache.compressors.lynx import Lynx
+from sglang_ext.mem_cache.compressors.level_quantizers import Lynx
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes

@@ -30,8 +30,8 @@ from sglang_ext.managers.spec_decode.request_states import RequestStates, fallba
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RecomputeSource
 
@@ -50,7 +50,7 @@ class QuantizedPromptCodec(PageCodec):
         buffers: The same pool, by KV heads.
         begin, end: Range of prompt positions in whole blocks.
         tokens: Tokens of an exact page.
-        seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/rounding.py); None for other rounding, and for writing.
+        seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/block_layout.py); None for other rounding, and for writing.
 
     Raises:
         LinkError: The range is not whole blocks.

@@ -52,7 +52,7 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Settings of one end of a link. Both ends' settings must be equal.
 
     Attributes:
-        model_key: Key of the model's weights (mem_cache/scores/model_key.py).
+        model_key: Key of the model's weights (mem_cache/scores.py).
         pool_dtype: Dtype of SGLang's KV pool, such as ``bfloat16``.
         layers, kv_heads: Layers and KV heads of this rank.
         key_dim, value_dim: Elements of a head.

@@ -190,7 +190,7 @@ class StreamSelector(AsyncSelector):
     """Asynchronous selections of a worker's requests, including those in progress.
 
     Args:
-        method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
         token_table: int32, SGLang's token table with the draft rows.
         choice: Runs the selection.
         queries: The newest queries of each request. Its rings keep queries valid for the steps between two selections.

@@ -13,10 +13,10 @@ import torch
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError, as_scores_error
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS
+from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -6,7 +6,7 @@
 and the sizes of their residuals. A store copies whole frames to the host, so that nothing waits until the device has counted the bits. A
 load copies the needed part of a frame, if its store has ended.
 
-For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/lynx.py). They define a bin, the
+For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/level_quantizers.py). They define a bin, the
 numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While
 the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
@@ -27,7 +27,8 @@ from sglang_ext.layers.kernels.lynx import pytorch_codec
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, UNIT, PageLayout
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, PageRun, runs
 
 # Value of "whole" in the sizes of residuals.

@@ -1,6 +1,6 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
-A shared segment that packs all tokens in blocks (compressors/lynx.py) is the anchor of these tokens' full KV. A page on the host is stored
+A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV. A page on the host is stored
 as its residual and its anchor (host_tier/page_copies.py). While the segment with which it was stored is on the device, a load transfers only
 the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
 """

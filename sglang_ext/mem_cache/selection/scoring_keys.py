@@ -9,8 +9,7 @@ import torch
 
 from sglang_ext.core import SCORE_BITS
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
-from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
-from sglang_ext.mem_cache.compressors.plain_int import PlainInt
+from sglang_ext.mem_cache.compressors.quantizer import quantize_evenly, whole
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
@@ -117,7 +116,7 @@ class ExactKeys(ScoringKeys):
 
 
 class QuantizedKeys(ScoringKeys):
-    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/quantized_keys.py.
+    """Keys as asymmetric integers by token, head and group of channels, for layers/kernels/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.
@@ -175,7 +174,7 @@ class QuantizedKeys(ScoringKeys):
         """Quantize keys, [layers, tokens, kv_heads, dim], into :attr:`codes` and :attr:`words`."""
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
-        found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
+        found = quantize_evenly(keys.float(), Grid(1, group), bits)
         packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)

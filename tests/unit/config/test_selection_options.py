@@ -10,7 +10,7 @@ from argument_helpers import arguments
 from sglang_ext import flag_checks
 from sglang_ext.config import selection_options
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines import SELECTORS
 
 
@@ -214,7 +214,7 @@ def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
     for size in (16, 64):
         args.page_size = size
         flag_checks.check_device(args)
-        assert selection_options.step_method(args) == Quest(1, False, most=2048, in_attention=True)
+        assert selection_options.step_method(args) == Quest(every=1, each_round=False, most=2048, in_attention=True)
     for mode in ("prefill", "decode"):
         args.disaggregation_mode = mode
         with pytest.raises(OptionError, match=f"quest cannot be combined with --disaggregation-mode {mode}: .*; pass .* spade"):

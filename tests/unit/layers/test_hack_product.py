@@ -10,8 +10,8 @@ from sglang_ext.layers.attention.packed import packed_attention, partitions_of_k
 from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, quantize_partitions, product
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.quantizer import whole
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 PARTITIONS = (32, 64, 128)
 # Sizes of numbers, and what is added to all of them.

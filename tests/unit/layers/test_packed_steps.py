@@ -22,11 +22,10 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 

@@ -12,7 +12,7 @@ from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 DIM, HEADS, QUERY_HEADS, LAYER, WIDTH = 64, 2, 4, 3, 200
 ROWS, KNOWN, LENGTHS = [4, 1, 2], [0, 100, 5], [150, 140, 30]

@@ -11,9 +11,9 @@ from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.packed.integer_attention import quantize_partitions
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 DIM, HEADS, GROUP, TOKENS, LAYER, ROW = 64, 2, 3, 210, 7, 5
 SCALING = DIM**-0.5

@@ -18,18 +18,16 @@ from sglang_ext.managers import memory_plan
 from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Quest, Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.scores import FitRecord, Predictor
 from sglang_ext.mem_cache.selection.on_gpu import SCRATCH
 
 GB, MIB = 10**9, 1 << 20

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBl
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors import top_positions
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
@@ -99,7 +99,7 @@ def copy(compressed_kv, length):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("predictor", [CurrentQuery(), RegressedQuery()], ids=lambda each: each.name)
 def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor, every, late):
-    compressed_kv, step, expected = world(Spade(predictor, every, each_round=False), late)
+    compressed_kv, step, expected = world(Spade(predictor, every=every, each_round=False), late)
     first, wanted = led_to(compressed_kv), {}
     for position in range(150, 150 + 6 * every):
         step(position)

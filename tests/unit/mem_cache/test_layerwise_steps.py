@@ -16,7 +16,7 @@ from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 COVERED = 150
 

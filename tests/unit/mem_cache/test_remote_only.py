@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
 from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 

@@ -10,8 +10,7 @@ from sglang_ext import fit as fit_command
 from sglang_ext.tools import predictor_fit
 from sglang_ext.fit import main
 from sglang_ext.tools.predictor_fit import TrainingConfig, evaluate, load_layer, train
-from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import FILE, FitRecord, Predictor
+from sglang_ext.mem_cache.scores import PREDICTOR_FILE, FitRecord, Predictor, model_key
 
 UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,), (0.0,))
 
@@ -95,7 +94,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny,
     monkeypatch.setattr(module, name, interrupted)
     assert fit(tiny, tmp_path / "again", *texts) == 130
     left = contents(tmp_path / "again")
-    assert not any(path.name == FILE or path.suffix == ".partial" for path in left)
+    assert not any(path.name == PREDICTOR_FILE or path.suffix == ".partial" for path in left)
     assert fit(tiny, tmp_path / "again", *texts) == 0
     monkeypatch.undo()
     assert fit(tiny, tmp_path / "once", *texts) == 0
@@ -133,7 +132,7 @@ def test_a_predictor_of_another_model_or_version_is_refused(tmp_path, monkeypatc
     with pytest.raises(OptionError, match="another model: m, not other"):
         Predictor.read(tmp_path, "other")
     assert torch.equal(Predictor.read(tmp_path, "m").outer, made.outer) and Predictor.read(tmp_path, "m").fitted == UNKNOWN
-    monkeypatch.setattr("sglang_ext.mem_cache.scores.predictor.FORMAT", "2")
+    monkeypatch.setattr("sglang_ext.mem_cache.scores.PREDICTOR_FORMAT", "2")
     with pytest.raises(OptionError, match="format '1', this version reads '2'"):
         Predictor.read(tmp_path, "m")
 
@@ -203,7 +202,7 @@ def test_lines_come_now_and_then(capsys, monkeypatch):
 def test_what_cannot_be_fitted_is_refused_with_a_remedy(tiny, texts, tmp_path, capsys, arguments, reason):
     assert fit(tiny, tmp_path / "out", texts[0], texts[1], *arguments) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out" / FILE).exists()
+    assert not (tmp_path / "out" / PREDICTOR_FILE).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(texts, capsys):

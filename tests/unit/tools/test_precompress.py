@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.scores.index import ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+from sglang_ext.mem_cache.scores import model_key
 from sglang_ext import precompress as precompress_command
 from sglang_ext.precompress import main
 from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, reconstruction_scores

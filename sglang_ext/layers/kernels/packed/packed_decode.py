@@ -26,8 +26,9 @@ from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, Intege
 from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
 from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
 from sglang_ext.layers.kernels.packed.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.pack_blocks import PackedBlocks
 from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 
 # Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
 # tokens of a channel do, EXACT for exact tokens.
@@ -48,7 +49,7 @@ class PackedAttentionCall:
         parts: Partial results of the splits.
     """
 
-    packing: Packing
+    packing: PackedBlocks
     queries: torch.Tensor
     rotated: torch.Tensor
     keys: torch.Tensor
@@ -205,7 +206,7 @@ def multiplies_integers(keys: torch.Tensor) -> bool:
     return found is None or found >= AMPERE
 
 
-def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
+def fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
     """The constants of the Gluon kernel for ``group`` queries per KV head. None if it does not support the blocks or the device.
 
     It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
@@ -224,7 +225,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
-def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
+def integer_fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel for integer products. None if it does not support the blocks or the device.
 
     It supports 16-bit pools. Partitions of 64: heads of 128 channels in 4 or 2 bits, or of 64 channels in 4 bits, with up to 8 queries per
@@ -243,14 +244,14 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
     return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
-def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+def max_resident_programs(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
     if not (fragments(packing, keys, values, group) or integer_fragments(packing, keys, values, group)):
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
-def check_readable(packing: Packing, keys: torch.Tensor) -> None:
+def check_readable(packing: PackedBlocks, keys: torch.Tensor) -> None:
     """Check that a kernel reads such blocks of a layer's buffer ``keys``.
 
     Raises:
@@ -283,7 +284,7 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
 
 
 def packed_decode(
-    packing: Packing,
+    packing: PackedBlocks,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

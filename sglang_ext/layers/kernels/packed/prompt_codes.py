@@ -20,7 +20,7 @@ import triton.language as tl
 
 from sglang_ext.device import to_device
 from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic, token_noise
-from sglang_ext.mem_cache.compressed.layouts import rounding
+from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
@@ -45,7 +45,7 @@ class PromptBatch:
         packing: Defines the codes.
         table, rows: int32 [rows, width], SGLang's token table, and the row of each request.
         known, lengths: Tokens of each request before the computed ones, and including them.
-        seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/rounding.py).
+        seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/block_layout.py).
         stored: By row, int64 slots of a request's first blocks that are stored in the pool. They are not computed from full KV.
     """
 
@@ -247,7 +247,7 @@ def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor,
     made = PromptCodes.empty(packing, keys.shape[1], prompts.total, keys.device)
     if not prompts.total:
         return made
-    lanes = [rounding.lane(layer, first_head, is_value) for is_value in (False, True)]
+    lanes = [block_layout.lane(layer, first_head, is_value) for is_value in (False, True)]
     quantize_prompts[(max(prompts.blocks), keys.shape[1], len(prompts.rows))](
         keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.flat_seeds, *lanes, *made,
         prompts.total, *keys.stride()[:2], *values.stride()[:2], DIM=packing.keys.dim, VALUE_DIM=packing.values.dim,

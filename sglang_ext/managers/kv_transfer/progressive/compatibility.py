@@ -19,7 +19,7 @@ from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, RawCodec, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, LinkSettings
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.mem_cache.scores import model_folder, model_key
 from sglang_ext.named_classes import NAMED, load_class
 
 # Dtypes by the resolved value of --kv-cache-dtype, for pools without separate scales.

@@ -21,7 +21,7 @@ from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCod
 from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 
 # The message of SGLang's own class.
 ABORTED = "Aborted by AbortReq."

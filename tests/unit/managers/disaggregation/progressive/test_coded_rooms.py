@@ -23,7 +23,7 @@ from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, 
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 DIM, ALL = 64, LayerRange(0, 2)

@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid
 # Largest float16: scales and zero points are clamped to it, so that they stay finite.
 LARGEST = torch.finfo(PARAMETER).max
 # How codes are found, for a kernel that does the same:
-# - "evenly": evenly over the range of a group, as Quantizer.quantize does;
+# - "evenly": evenly over the range of a group, as quantize_evenly does;
 # - "levels": the nearest level of vectors divided by their lengths, which are the scales, as TurboQuant.quantize does;
 # - "centred": by the bounds that distances from a group's mean reach, over the largest distance, as Lynx.quantize does;
 # - "stochastic": stochastically, with seeds, as Hack.quantize does.
@@ -39,7 +39,7 @@ class Quantizer(ABC):
             that overrides :meth:`quantize` has None unless it sets this.
         has_kernels: Whether kernels read its blocks. A GPU server refuses it otherwise.
         sums: Whether blocks store the sum of each group's codes. Attention that multiplies codes as integers needs them.
-        stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/rounding.py).
+        stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/block_layout.py).
     """
 
     bits: int
@@ -96,24 +96,29 @@ class Quantizer(ABC):
         return _moved_once(self, "bounds", device, dim)
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
-        """Quantize ``numbers``, float32 [heads, blocks, tokens, dim], already rotated.
-
-        Asymmetric: the scale is the range of a group over ``2 ** bits - 1``, the zero point is its smallest number. Codes are computed
-        from the stored parameters, so that rounding of the parameters adds no error.
-        """
-        groups = grouped(numbers, grid)
-        least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
-        zero = round_to_float16(least)
-        scale = round_to_float16((most - zero) / (2**self.bits - 1))
-        steps = torch.where(scale > 0, (groups - zero) / scale, 0.0)
-        codes = steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
-        return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
+        """Quantize ``numbers``, float32 [heads, blocks, tokens, dim], already rotated; by default as :func:`quantize_evenly`."""
+        return quantize_evenly(numbers, grid, self.bits)
 
 
 @lru_cache(maxsize=None)
 def _moved_once(packs: Quantizer, made_by: str, device: torch.device, dim: int) -> torch.Tensor | None:
     made = getattr(packs, made_by)(dim)
     return None if made is None else made.to(device)
+
+
+def quantize_evenly(numbers: torch.Tensor, grid: Grid, bits: int) -> Quantized:
+    """Quantize float32 [heads, blocks, tokens, dim] to asymmetric integers.
+
+    The scale is the range of a group over ``2 ** bits - 1``, the zero point is its smallest number. Codes are computed from the stored
+    parameters, so that rounding of the parameters adds no error.
+    """
+    groups = grouped(numbers, grid)
+    least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
+    zero = round_to_float16(least)
+    scale = round_to_float16((most - zero) / (2**bits - 1))
+    steps = torch.where(scale > 0, (groups - zero) / scale, 0.0)
+    codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
 
 
 def grouped(numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -153,28 +158,3 @@ def stored_above(sizes: torch.Tensor) -> torch.Tensor:
     near = sizes.to(PARAMETER)
     # The bits of the next larger float16 are those of the integer that is greater by one.
     return (near.view(torch.int16) + (near.float() < sizes)).view(PARAMETER).float()
-
-
-def stored_next(sizes: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Numbers of :func:`stored_above`, increased to the next float16 where ``where`` is true, finite: float32."""
-    return (sizes.to(PARAMETER).view(torch.int16) + (where & (sizes < LARGEST))).view(PARAMETER).float()
-
-
-def stored_below(numbers: torch.Tensor) -> torch.Tensor:
-    """``numbers`` rounded down to float16, finite: float32. For numbers that must not become larger when stored."""
-    numbers = numbers.clamp(-LARGEST, LARGEST)
-    near = numbers.to(PARAMETER)
-    # For negative numbers and -0, the bits of the lower float16 are those of the greater integer.
-    lower = torch.where(numbers < 0, 1, -1).to(torch.int16)
-    return (near.view(torch.int16) + lower * (near.float() > numbers)).view(PARAMETER).float()
-
-
-def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Index of the nearest of ``levels``, ascending, for each number; the lower one in a tie: uint8, shaped as ``numbers``.
-
-    It counts the midpoints below a number. For about 16 levels this is three times as fast on a CPU as a search per number.
-    """
-    codes = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
-    for midpoint in (levels[1:] + levels[:-1]) / 2:
-        codes += (numbers > midpoint).view(torch.uint8)
-    return codes

@@ -4,10 +4,6 @@ A compressor reads one layer's KV of a context and scores how much each KV head 
 at positions that differ by head: slot ``j`` of the compressed KV has the ``j``-th kept token of each head. Or heads share one budget and
 keep different numbers of tokens (ragged_heads.py). SGLang applies the rotary embedding before caching, so a kept token needs no new
 position (VeriCache, section 6).
-
-A new method is one file: subclass :class:`Compressor` and register the class (registry.py).
-
-Scores that break the contract, and exceptions from a user's method, cost the method its compressed KV: :class:`ScoresError`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +14,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 class ScoresError(Exception):
-    """Scores that cannot be used for a selection. The message has the compressor, the scores' type, and the expected one."""
+    """Scores that cannot be used for a selection, or a user's method that raised. They cost the method its compressed KV."""
 
 
 class Always(NamedTuple):
@@ -41,40 +36,24 @@ class Always(NamedTuple):
 
 
 class RequiredFolder(NamedTuple):
-    """A folder that a compressor reads, and the parts of the error message for a missing or unused one.
-
-    Attributes:
-        flag: The flag that names the folder.
-        why: Why the method needs it.
-        maker: The module that writes it, with arguments.
-    """
+    """A folder that a compressor reads: the flag that names it, why the method needs it, and the module that writes it, with arguments."""
 
     flag: str
     why: str
     maker: str
 
 
-def top_overall(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Select the highest scores over all layers and heads, as KVzip does (arXiv 2505.23416).
-
-    Infinite scores come first, but at most ``count`` of them per head. Otherwise heads could lack always-kept tokens when the budget is
-    too small for all of them.
-
-    Args:
-        scores: float32 [layers, kv_heads, tokens].
-        count: Tokens that a head keeps on average.
-
-    Returns:
-        int64 [layers * kv_heads * count], indices into ``scores.flatten()``, in any order.
-    """
+def _top_overall(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the highest scores over all layers and heads, ``count`` per head on average, as KVzip selects (arXiv 2505.23416)."""
+    # Infinite scores come first, but at most `count` per head. Otherwise heads could lack always-kept tokens if the budget is too small for all.
     always = scores == float("inf")
     too_many = always & (always.cumsum(dim=-1, dtype=torch.int32) > count)
     ranked = scores.masked_fill(too_many, torch.finfo(scores.dtype).max).flatten()
     return ranked.topk(scores[..., 0].numel() * count, sorted=False).indices
 
 
-def top_per_head(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Select the ``count`` highest scores of each head. Arguments and result as :func:`top_overall`'s."""
+def _top_per_head(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` highest scores of each head."""
     layers, heads, tokens = scores.shape
     firsts = torch.arange(layers * heads, device=scores.device).view(layers, heads, 1) * tokens
     return (scores.topk(count, dim=-1).indices + firsts).flatten()
@@ -115,7 +94,7 @@ class ContextKV:
         query_positions: int64 [window], as in :class:`LayerKV`.
         rotary: As in :class:`LayerKV`.
         prompt: Prompt token ids of the request. The prompt may be longer or shorter than the context.
-        seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/rounding.py); None if no method needs them.
+        seeds: int32 [tokens], rounding seeds of a stochastic method (layouts/block_layout.py); None if no method needs them.
     """
 
     buffers: "KVBuffers"
@@ -140,7 +119,7 @@ class ContextKV:
 
 
 class Part(NamedTuple):
-    """Tokens ``[start, end)`` of a context. Each KV head keeps ``count`` of them, at least 1."""
+    """Tokens ``[start, end)`` of a context, of which each KV head keeps ``count``, at least 1."""
 
     start: int
     end: int
@@ -157,13 +136,6 @@ class RaggedSelection(NamedTuple):
 
     tokens: torch.Tensor
     bounds: torch.Tensor
-
-    @classmethod
-    def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
-        """Create it from ``chosen``, int64 [cells]: ``i * tokens + position``, in any order. ``heads`` counts those of all layers."""
-        chosen = chosen.sort().values
-        firsts = torch.arange(heads + 1, device=chosen.device) * tokens
-        return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
 
 
 class Compressor(ABC):
@@ -186,7 +158,7 @@ class Compressor(ABC):
         each_round: Whether it selects again after each verification, by the verification's queries.
         every: Selection interval in steps: it also selects between steps of a round, by the steps' queries. 0 for none.
         synchronous: Whether each layer selects by the step's own query, while attention waits. :attr:`every` counts the steps.
-        in_attention: Whether attention itself selects (compressed/layouts/pages.py).
+        in_attention: Whether attention itself selects (compressed/layouts/pointers.py).
         most: Tokens that each head keeps, whatever the budget. Shorter contexts are not compressed. 0: the budget decides.
         always_kept: Of the tokens that each head keeps, those that a method with step queries keeps whatever the queries.
         points: Whether compressed KV points to the kept tokens in full KV instead of storing them (pointers.py).
@@ -231,18 +203,14 @@ class Compressor(ABC):
         found = []
         for index, keys in enumerate(context.buffers.keys):
             found.append(self.scores(context.layer(index)))
-            check_scores(self.name, found[-1], (keys.shape[1], len(context.slots)), keys.device)
+            _check_scores(self.name, found[-1], (keys.shape[1], len(context.slots)), keys.device)
         return torch.stack(found)
 
-    def checked_scores(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores_all`, checked, for callers that select by the scores.
-
-        Raises:
-            ScoresError: They break the interface's contract.
-        """
+    def _checked_scores(self, context: ContextKV) -> torch.Tensor:
+        """:meth:`scores_all`, checked."""
         scores = self.scores_all(context)
         keys = context.buffers.keys
-        check_scores(self.name, scores, (len(keys), keys[0].shape[1], len(context.slots)), keys[0].device)
+        _check_scores(self.name, scores, (len(keys), keys[0].shape[1], len(context.slots)), keys[0].device)
         return scores
 
     def always(self, context: ContextKV) -> Always:
@@ -257,9 +225,9 @@ class Compressor(ABC):
         """Positions that the heads keep of each part: int64 [layers, kv_heads, part.count], ascending.
 
         Raises:
-            ScoresError: As :meth:`checked_scores`.
+            ScoresError: The scores break the interface's contract.
         """
-        scores = self.checked_scores(context)
+        scores = self._checked_scores(context)
         return [
             torch.cat([top_positions(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(context, part)], dim=-1)
             for part in parts
@@ -269,16 +237,19 @@ class Compressor(ABC):
         """Tokens kept of a part by heads that may keep different numbers, on average its count. Does not wait for the device.
 
         Raises:
-            ScoresError: As :meth:`checked_scores`.
+            ScoresError: The scores break the interface's contract.
         """
-        scores = self.checked_scores(context)
+        scores = self._checked_scores(context)
         tokens, chosen = scores.shape[-1], []
         for cut in self.cuts(context, part):
-            choose = top_overall if self.comparable else top_per_head
+            choose = _top_overall if self.comparable else _top_per_head
             places = choose(scores[..., cut.start : cut.end], cut.count)
             head, token = places // (cut.end - cut.start), places % (cut.end - cut.start)
             chosen.append(head * tokens + token + cut.start)
-        return RaggedSelection.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
+        # By head: head * tokens + position.
+        kept = torch.cat(chosen).sort().values
+        firsts = torch.arange(scores[..., 0].numel() + 1, device=kept.device) * tokens
+        return RaggedSelection(kept % tokens, torch.searchsorted(kept, firsts, out_int32=True))
 
 
 def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -287,13 +258,7 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def kept_count(tokens: int, budget: float, page_size: int) -> int:
-    """Tokens that compressed KV keeps: the budget, rounded up to whole pages, at most all.
-
-    Args:
-        tokens: Tokens of the context, a multiple of ``page_size``.
-        budget: Share to keep, in (0, 1].
-        page_size: Tokens per page.
-    """
+    """Tokens that compressed KV keeps of ``tokens``: a share ``budget``, in (0, 1], rounded up to whole pages, at most all."""
     pages = -(-int(-(-tokens * budget // 1)) // page_size)
     return min(tokens, max(1, pages) * page_size)
 
@@ -316,12 +281,8 @@ class KeepAll(Compressor):
         return [starts + torch.arange(part.start, part.start + part.count, device=starts.device) for part in parts]
 
 
-def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check that ``scores`` is a float32 tensor of this shape, which ends in [kv_heads, tokens], on this device.
-
-    Raises:
-        ScoresError: It is not.
-    """
+def _check_scores(compressor: str, scores: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check that ``scores`` is a float32 tensor of this shape, which ends in [kv_heads, tokens], on this device."""
     if isinstance(scores, torch.Tensor) and scores.dtype == torch.float32 and scores.shape == shape and scores.device == device:
         return
     found = f"{scores.dtype} {list(scores.shape)} on {scores.device}" if isinstance(scores, torch.Tensor) else type(scores).__name__
@@ -334,11 +295,7 @@ def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device
 
 @contextmanager
 def as_scores_error(compressor: str) -> Iterator[None]:
-    """Turn exceptions from a user's method into ScoresError: they cost the method its compressed KV, not the server.
-
-    Raises:
-        ScoresError: It names the method and its exception.
-    """
+    """Turn exceptions from a user's method into :class:`ScoresError`: they cost the method its compressed KV, not the server."""
     try:
         yield
     except (ScoresError, torch.OutOfMemoryError):
