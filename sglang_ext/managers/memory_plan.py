@@ -142,7 +142,7 @@ class MemoryPlan:
 class MemoryUser(Protocol):
     """A feature of the worker (feature.py) that needs memory beside the pool."""
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Bytes by field of :class:`MemoryPlan`. Arguments as :meth:`MemoryPlanner.plan`'s."""
 
 
@@ -185,7 +185,7 @@ class MemoryPlanner:
     @property
     def ring_span(self) -> int:
         """Queries in the ring of a request, as :attr:`QueryWindows.span`."""
-        return self.served.window + max(self.stride, self.served.every)
+        return self.served.window + max(self.stride, self.served.selection_interval)
 
     @property
     def code_bytes(self) -> int:
@@ -238,7 +238,7 @@ class MemoryPlanner:
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
         """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
         args, model, rows = self.args, self.model, requests + 1
-        parts = {name: size for feature in self.features for name, size in feature.memory(self, requests, tokens, rings).items()}
+        parts = {name: size for feature in self.features for name, size in feature.planned_bytes(self, requests, tokens, rings).items()}
         scores, slots = self.served.scores, tokens + args.page_size
         return MemoryPlan(
             rings=rings,

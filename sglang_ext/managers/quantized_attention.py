@@ -4,7 +4,7 @@ If compressed KV holds all tokens in quantized blocks, nothing reads the full KV
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, Quant
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class QuantizedOnlyFullKV(ResidentFullKV):
+class QuantizedOnlyFullKV(FullKVProvider):
     """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
 
     Attributes:
@@ -41,7 +41,7 @@ class QuantizedOnlyFullKV(ResidentFullKV):
 
     freed_full_kv: QuantizedOnlyKV
 
-    def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
         self.freed_full_kv.free_full_kv(drafting)
 
@@ -59,7 +59,7 @@ class QuantizedAttention(Feature):
 
     prefill: QuantizedPrefill | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
         if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
             return {}
@@ -84,7 +84,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]

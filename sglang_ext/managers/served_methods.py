@@ -79,7 +79,7 @@ class ServedMethods:
         return max(method.compressor.window for method in self.methods)
 
     @property
-    def every(self) -> int:
+    def selection_interval(self) -> int:
         """Upper limit of the selection interval in steps; 0 if no method selects by the queries of steps."""
         return max(method.compressor.every for method in self.methods)
 

@@ -9,7 +9,7 @@ from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
 from sglang_ext.managers.cache_rank.launch import start_cache_ranks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.policy import max_tail
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RemoteOnlyFullKV(ResidentFullKV):
+class RemoteOnlyFullKV(FullKVProvider):
     """Full-KV provider of one scheduler process with cache ranks, in mode lossy.
 
     Attributes:
@@ -33,9 +33,9 @@ class RemoteOnlyFullKV(ResidentFullKV):
 
     freed_full_kv: RemoteOnlyKV
 
-    def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """See :meth:`FullKVProvider.free_full_kv`."""
-        self.freed_full_kv.free_full_kv(requests)
+    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+        """Free full KV that the ranks hold, at the start of a round."""
+        self.freed_full_kv.free_full_kv(reqs)
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
@@ -61,7 +61,7 @@ class CacheRanks(Feature):
     }
     _client: CacheRankClient | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """The exchange buffers. If ranks send rows, also records of compressed KV: a number per token of the pool, layer and KV head."""
         if not planner.on_gpu:
             return {}
@@ -83,7 +83,7 @@ class CacheRanks(Feature):
         )
         return self._client
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
         compressed_kv = worker.compressed_kv
         stays = options.why_full_kv_stays(self.args) is not None or self.args.disaggregation_mode != "null"

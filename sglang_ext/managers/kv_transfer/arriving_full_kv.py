@@ -6,10 +6,11 @@ residuals are written, the drafts are verified, and the request is an ordinary o
 Before that, drafts on an anchor are not output, and the KV is not inserted into a prefix tree.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_ext.core import TPRanks
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -33,7 +34,7 @@ class Arrival(Protocol):
         """Let the prefill server compute the request again, after its slots were freed. It resumes when all of its KV has arrived."""
 
 
-class ArrivingFullKV(ResidentFullKV):
+class ArrivingFullKV(FullKVProvider):
     """Full-KV provider for requests whose full KV may still arrive over a link.
 
     Args:
@@ -52,7 +53,7 @@ class ArrivingFullKV(ResidentFullKV):
         """
         self._arrivals[row] = arrival
 
-    def on_round_start(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
         waiting = sorted(self._arrivals.keys() - self._here - self._lost)
         if not waiting:

@@ -44,7 +44,7 @@ class KVTransfer(Feature):
         """Whether prompts are transferred as quantized KV."""
         return bool(quantized_transfer_settings(self.args))
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
         """Create the provider of a server whose requests decode early. None if all KV must arrive first."""
         if options.has_early_decoding(self.args):
             self._arriving = ArrivingFullKV(worker.ranks)

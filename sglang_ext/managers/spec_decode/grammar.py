@@ -64,9 +64,7 @@ class UnprocessedTokens:
     def tokens_of(self, req: "Req", length: int) -> list[int]:
         """Tokens of a request that are not in its output yet. Waits for the forward that produces them.
 
-        Args:
-            req: The request.
-            length: Tokens whose KV it has; one more token is known.
+        ``length``: tokens whose KV the request has; one more token is known.
         """
         count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
         if count <= 0:

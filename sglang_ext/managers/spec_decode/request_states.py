@@ -98,7 +98,7 @@ class RequestStates:
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
 
-    def of(self, batch: "ScheduleBatch") -> list[RequestState]:
+    def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
         """States of the requests in a batch. Requests that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 

@@ -24,12 +24,14 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.grammar import DraftGrammar, GrammarWalk
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk, UnprocessedTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,28 @@ class LogitRow:
     grammar: DraftGrammar | None = None
 
     @classmethod
-    def from_state(cls, request: int, state: RequestState, grammar: DraftGrammar | None = None) -> "LogitRow":
-        """A row of a request with this draft state. Requests that are never drafted use SGLang's own noise."""
-        return cls(request, state.seed if state.fallback in RETRYABLE else None, grammar)
+    def from_state(cls, request: int, state: RequestState, walk: GrammarWalk | None = None, index: int = 0) -> "LogitRow":
+        """The row after ``index`` drafts of a request. Requests that are never drafted use SGLang's own noise. ``walk``: its grammar."""
+        return cls(request, state.seed if state.fallback in RETRYABLE else None, None if walk is None else walk.row(index))
 
-    @classmethod
-    def for_output(cls, request: int, state: RequestState, walk: GrammarWalk | None) -> "LogitRow":
-        """The row after a request's newest token, without drafts. ``walk``: its grammar there, if it has one."""
-        return cls.from_state(request, state, None if walk is None else walk.row(0))
+
+def grammar_walks(
+    unprocessed: UnprocessedTokens, batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
+) -> dict[int, GrammarWalk]:
+    """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
+
+    ``drafts``: int64 [requests, drafts], tokens that each grammar is walked along; None for none.
+    """
+    rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
+    if not rows:
+        return {}
+    known = [[]] * len(rows) if drafts is None else drafts[to_device(rows, drafts.device), :MAX_WALKED_DRAFTS].tolist()
+    walks = {}
+    for k, tokens in zip(rows, known):
+        i = requests[k]
+        req = batch.reqs[i]
+        walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], unprocessed.tokens_of(req, plan.lengths[i]))
+    return walks
 
 
 def sampling_route(req: "Req") -> str:

@@ -88,7 +88,7 @@ def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch,
         memory=SimpleNamespace(model=model), model_runner=SimpleNamespace(dtype=None), queries=None, ranks=TPRanks(), compressed_kv="there"
     )
     feature.on_graphs_captured(worker)
-    full_kv = feature.full_kv(worker, None)
+    full_kv = feature.full_kv_provider(worker, None)
     asked = request(max_new_tokens=8)
     asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)

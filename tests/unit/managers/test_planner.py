@@ -5,7 +5,7 @@ from copy import deepcopy
 from hypothesis import given, strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, RETRYABLE, SLOWER, RequestState
-from sglang_ext.managers.spec_decode.planner import SHORT_ROUND, DraftRow, RequestView, RoundPlanner
+from sglang_ext.managers.spec_decode.planner import SHORT_ROUND, RequestView, RoundPlanner
 
 MAX_PENDING, NARROW, ROWS = 12, 8, 100
 
@@ -39,7 +39,7 @@ def round_of(draw):
 
 
 def complete(planner, drafts, ready=frozenset(), failed=None):
-    rows = {each.row: DraftRow(each.row + ROWS, -each.length // 2) for each in drafts.views}
+    rows = {each.row: (each.row + ROWS, -each.length // 2) for each in drafts.views}
     return planner.verify(drafts, ready, failed or {}, rows)
 
 

@@ -35,7 +35,7 @@ def test_later_chunks_of_a_prompt_are_the_same_request():
     known, req = states(), request()
     first = known.admit(req, 16)
     assert known.admit(req, 48) is first and first.cached_prompt_len == 16
-    assert known.of(SimpleNamespace(reqs=[req])) == [first]
+    assert known.states_of(SimpleNamespace(reqs=[req])) == [first]
 
 
 def test_a_row_that_was_given_back_is_another_request():

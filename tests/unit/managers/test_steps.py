@@ -55,6 +55,6 @@ def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verif
     slots = torch.zeros(2, 4, dtype=torch.int64)
     found = OnFullKV(worker).run(batch, round_, rows, slots, rows + 6, penalized, lambda: launched.append(len(beside.told)))
     assert len(found) == 3
-    assert launched == [2], "after the first step"
+    assert launched == [3], "after the first step, its observer and its selection"
     left = [None] * 3 if lossy else [2, 1, 0]
     assert beside.told == [("begun", 3 if lossy else 4, 4), *((what, following) for following in left for what in ("steps", "stepped"))]

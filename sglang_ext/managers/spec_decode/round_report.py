@@ -1,4 +1,4 @@
-"""Reports what drafting gains: one log line a minute, and metrics.
+"""Counts the outcomes of rounds: per request, as metrics, and in one log line a minute about what drafting gains.
 
 The gain compares measured rounds with plain decoding: the time that plain steps would have taken for the same tokens, over the time of the
 rounds. The cost model (cost_model.py) predicts the time of plain steps, from plain steps that it measured near the load.
@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, SLOWER
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.request_states import RequestStates, write_counters
+from sglang_ext.managers.spec_decode.round_result import RoundResult
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, SelectionInterval
 
 if TYPE_CHECKING:
-    from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
-    from sglang_ext.managers.spec_decode.planner import RoundPlan
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -87,78 +92,127 @@ class DraftTotals:
 
 
 @dataclass
-class DraftReport:
-    """Counts rounds, logs a line a minute, and sets the metrics.
+class RoundReport:
+    """Counts the outcomes of rounds, sets the metrics, and logs a line a minute.
 
     Attributes:
         lengths: Chooses the draft length, and predicts its gain.
         costs: Predicts the time of plain steps.
         metrics: Receives the figures.
+        requests: Counts the verifications of each request.
+        interval: Learns from the accepted drafts of each selection interval; None if no method selects by the queries of steps.
+        reports_drafting: Whether to report what drafting gains; False in mode lossy.
         writes_log: Whether this process writes the log line for all ranks.
-        chooses_interval: Whether the server chooses the selection interval; only then it is reported.
+        timeline: Records events for a benchmark; None otherwise.
         clock: Returns seconds.
         totals: Sums over the rounds since the last log line.
     """
 
-    lengths: "DraftLength | FixedDraftLength"
+    lengths: DraftLength | FixedDraftLength
     costs: RoundCosts
     metrics: KVMetrics
+    requests: RequestStates
+    interval: SelectionInterval | None = None
+    reports_drafting: bool = True
     writes_log: bool = True
-    chooses_interval: bool = False
+    timeline: "TransferTimeline | None" = None
     clock: Callable[[], float] = time.monotonic
     totals: DraftTotals = field(default_factory=DraftTotals)
     _last_totals: DraftTotals = field(default_factory=DraftTotals)
     _since: float | None = None
 
-    def add_seconds(self, plan: "RoundPlan", seconds: float) -> None:
-        """Record the seconds of a round."""
+    def on_round_timed(self, plan: RoundPlan, spent: RoundTimes) -> None:
+        """Record the times of a round."""
+        self.metrics.observe_round(spent)
         if plan.num_draft_steps and self._is_measured(BatchLoad.of(plan.lengths)):
-            self.totals.seconds += seconds
+            self.totals.seconds += spent.compressing + spent.whole
+
+    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
+        """Count the outcome of a round, once it is on the host."""
+        plan, tokens = result.plan, 0
+        verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
+        for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
+            if req.finished() or req.is_retracted:
+                continue  # the scheduler drops tokens after the end
+            tokens += num_tokens
+            if plan.fallbacks[i]:
+                self.count_fallback(plan.fallbacks[i], num_tokens)
+            elif plan.can_be_rejected(i) and i not in full_kv_reqs:
+                self.metrics.count_drafts(plan.num_steps)
+                if i in verify_reqs:
+                    # Drafts after the end of the output were not rejected.
+                    offered = num_tokens - 1 if i in result.finished_early else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
+                    self.requests.count_verify(state, offered, num_tokens - 1)
+                    if self.interval is not None:
+                        self.interval.observe(plan.selection_interval, offered, num_tokens - 1)
+                    self.count_verify(offered, num_tokens - 1)
+            state.fallback = plan.fallbacks[i]
+            write_counters(req, state)
+            if self.timeline is not None:
+                self._record_timeline(self.timeline, req.bootstrap_room, result, i, num_tokens)
+        if tokens:
+            self.on_round_end(plan, tokens)
+
+    @staticmethod
+    def _record_timeline(timeline: "TransferTimeline", room: int, result: RoundResult, i: int, num_tokens: int) -> None:
+        """Record the events of one request's round."""
+        plan, is_early = result.plan, i in result.plan.early_reqs
+        drafted, ended = (timeline.at(mark) for mark in (result.marks.drafted, result.marks.ended))
+        if i in plan.full_kv_reqs:
+            timeline.add_event(room, "answered", drafted, num_tokens)
+            return
+        timeline.add_event(room, "drafted", drafted, plan.num_draft_tokens(i), plan.num_steps, early=is_early)
+        if i in plan.verify_reqs:
+            timeline.add_event(room, "verified", ended, num_tokens - 1, plan.num_draft_tokens(i), early=is_early)
 
     def count_verify(self, offered: int, accepted: int) -> None:
         """Count a verification of one request."""
+        self.metrics.count_verify(accepted + 1)
         self.totals.verifies += 1
         self.totals.offered += offered
         self.totals.accepted += accepted
 
     def count_fallback(self, reason: int, tokens: int) -> None:
         """Count tokens without drafts; ``reason`` is an index into ``FALLBACK_REASONS``."""
+        self.metrics.count_fallback(reason, tokens)
         self.totals.undrafted_tokens[reason] += tokens
 
-    def on_round_end(self, plan: "RoundPlan", tokens: int) -> None:
+    def on_round_end(self, plan: RoundPlan, tokens: int) -> None:
         """Count a round, and report if a minute has passed. ``tokens`` is the sum over its requests."""
+        if not self.reports_drafting:
+            return
         totals, now = self.totals, self.clock()
         self._since = now if self._since is None else self._since
         if plan.num_draft_steps:
             load = BatchLoad.of(plan.lengths)
             totals.rounds += 1
             totals.steps += plan.num_steps
-            totals.selection_interval = plan.selection_interval if self.chooses_interval else 0
+            # A server with one interval does not choose it.
+            chooses = self.interval is not None and len(self.interval.intervals) > 1
+            totals.selection_interval = plan.selection_interval if chooses else 0
             if self._is_measured(load):
                 totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
-        self.metrics.observe_drafting(self.figures)
+        # Until a round drafts after a log line, report the figures of that line.
+        shown = totals if totals.rounds else self._last_totals
+        self.metrics.observe_drafting(
+            {
+                "draft_length": shown.draft_length,
+                "draft_acceptance_rate": shown.acceptance_rate,
+                "draft_accept_length": shown.accept_length,
+                "draft_gain": shown.gain,
+                "draft_predicted_gain": self.lengths.predicted_gain,
+                "selection_interval": shown.selection_interval,
+            }
+        )
         if now - self._since >= LOG_INTERVAL_SECONDS:
             if self.writes_log:
-                logger.info("sglang-ext: %s", self.line(now - self._since))
+                logger.info("sglang-ext: %s", self._line(now - self._since))
             self._last_totals, self.totals, self._since = totals, DraftTotals(), None
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        """The metrics of drafting, by name; None if unknown. Until a round drafts after a log line, they are those of that line."""
-        totals = self.totals if self.totals.rounds else self._last_totals
-        return {
-            "draft_length": totals.draft_length,
-            "draft_acceptance_rate": totals.acceptance_rate,
-            "draft_accept_length": totals.accept_length,
-            "draft_gain": totals.gain,
-            "draft_predicted_gain": self.lengths.predicted_gain,
-            "selection_interval": totals.selection_interval,
-        }
 
     def _is_measured(self, load: BatchLoad) -> bool:
         return self.costs.plain_step_times.is_near(load.coordinates, MAX_LOAD_DISTANCE)
 
-    def line(self, seconds: float) -> str:
+    def _line(self, seconds: float) -> str:
         """The log line for the rounds of the last ``seconds``."""
         totals = self.totals
         plain, reasons = totals.undrafted_tokens.total(), [self._why(reason) for reason, _ in totals.undrafted_tokens.most_common(2)]
