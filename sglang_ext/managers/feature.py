@@ -45,26 +45,16 @@ class Worker(Protocol):
     """The part of the worker (worker.py) that features and rounds read.
 
     Attributes:
-        server_args: The server's arguments.
-        model_runner: SGLang's model runner of the target model.
         target_worker: SGLang's worker of the target model, which runs prefills.
         req_to_token_pool: SGLang's token table, with the draft rows.
-        token_to_kv_pool_allocator: SGLang's slot allocator.
         lossy: True in ``--kv-mode lossy``.
         max_verify_tokens: Largest number of tokens of a request in a verification.
-        methods: The compression methods that requests may ask for.
-        requests: The draft states of the requests.
-        ranks: The tensor-parallel ranks.
-        metrics: Metrics on SGLang's page.
         memory: The memory plan, with the sizes of the model.
         attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
         graphs: Captured verifications; None if there are none.
-        queries: The newest queries of each request.
-        buffers: The layers of SGLang's KV pool.
         layout: How compressed KV is stored in slots.
         key_derived_data: Data computed from the pool's keys and stored outside it (key codes, page extremes); None if there is none.
         compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
-        features: The enabled features.
     """
 
     server_args: "KVServerArgs"
@@ -141,9 +131,7 @@ class Feature:
     def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
         """Create the object that selects tokens while steps run. The first result that is not None is used.
 
-        Args:
-            worker: The server's worker.
-            method: The server's first method. Methods that select in steps are served alone.
+        ``method``: the server's first one. Methods that select in steps are served alone.
         """
         return None
 

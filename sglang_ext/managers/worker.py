@@ -14,7 +14,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import TPRanks
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
+from sglang_ext.layers.attention import torch_native
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput, use_plain_decoding
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
@@ -53,14 +54,16 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner)
         self.requests = RequestStates(server_args, self.methods.offered_methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, self.methods.layers, max(self.max_verify_tokens, self.methods.selection_interval))
+        self.queries = QueryWindows(window, tuple(self.methods.scaling), max(self.max_verify_tokens, self.methods.selection_interval))
         self.ranks = TPRanks.from_group(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first, self.features)
         self.attentions = AttentionOverrides()
         self.graphs: "graph_capture.VerifyGraphSet | None" = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        graph_capture.prepare_backends(self.model_runner)
+        # Before SGLang creates backends and graphs. For SGLang, the target's runner decodes plainly, with one token per request.
+        use_plain_decoding(self.model_runner)
+        torch_native.register()
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)
@@ -111,7 +114,8 @@ class KVWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
         args, runner = self.server_args, self.model_runner
-        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, self.methods.selection_interval, self.layout, self.buffers.on_gpu)
+        interval, on_gpu = self.methods.selection_interval, self.buffers.on_gpu
+        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, on_gpu)
         verifier = graph_capture.create_verify_attention(args, runner)
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = graph_capture.capture_verify_graphs(args, runner, self.queries, verifier)
@@ -123,7 +127,12 @@ class KVWorker(BaseSpecWorker):
         self.compressed_kv = self._create_compressed_kv(tree_cache)
         if self.buffers.on_gpu:
             graph_capture.unpin_plans(self.model_runner, self.graphs)
-            self._warm_up()
+            # Run each kernel once, so that the first requests do not wait for compilation.
+            self.compressed_kv.compile_kernels(self.memory.model.query_heads)
+            graph_capture.compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
+            if self.graphs is not None:
+                self.graphs.warm_up()
+            self.queries.warm_up()
         provider = create_full_kv_provider(self, tree_cache)
         if self.lossy and provider.freed_full_kv is None:
             why = options.why_full_kv_stays(self.server_args) or "the methods drop tokens"
@@ -161,14 +170,6 @@ class KVWorker(BaseSpecWorker):
             on_processes_changed=self._observe_pool,
             frees_full_kv=options.why_full_kv_stays(args) is None,
         )
-
-    def _warm_up(self) -> None:
-        """Run each kernel once, so that the first requests do not wait for compilation."""
-        self.compressed_kv.compile_kernels(self.memory.model.query_heads)
-        graph_capture.compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
-        if self.graphs is not None:
-            self.graphs.warm_up()
-        self.queries.warm_up()
 
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``, which finished, was aborted or was retracted."""

@@ -44,7 +44,6 @@ class BatchLoad(NamedTuple):
     """The size of a batch, on which the time of a forward depends.
 
     Attributes:
-        requests: Number of requests.
         tokens: Context tokens of all requests.
         uncompressed: Context tokens of the requests that have no compressed KV yet.
         selection_interval: In steps; 1 for methods that do not select in steps.
@@ -137,11 +136,8 @@ class ForwardTimeModel:
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
         """The base model with the smallest squared relative errors, and no negative part.
 
-        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes.
-
-        Args:
-            sizes: Bytes, above 0, [times].
-            seconds: Measured times, above 0, [times].
+        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes. ``sizes``: bytes, [times];
+        ``seconds``: measured times, [times]; all above 0.
         """
         from scipy.optimize import nnls
 

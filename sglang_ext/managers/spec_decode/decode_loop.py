@@ -45,16 +45,11 @@ class DecodeLoop:
     """Runs the decode rounds of a worker's batches.
 
     Attributes:
-        worker: Owns the draft states, the compressed KV and the recorded queries.
         round_timer: Chooses draft lengths, and measures rounds.
-        steps: Runs forwards of one token per request.
-        verifier: Runs verifications.
         setup: Plans rounds, and compresses and loads the KV that they need.
         report: Counts the outcomes of rounds.
         provider: Says when the full KV of a request is ready for a verification.
         strict: Whether to check in each round that no slot has two owners, and that ranks plan alike.
-        pending_drafts: Pending drafts of each row.
-        penalties: Token counts of the outputs that have penalties.
     """
 
     def __init__(
@@ -151,10 +146,7 @@ class DecodeLoop:
     def _step(
         self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties | None
     ) -> tuple[list[tuple[LogitsProcessorOutput, SampledTokens]], torch.Tensor]:
-        """Run the steps of a round. Returns them and their tokens, int64 [requests, steps].
-
-        Drafts that stay pending are stored after those of earlier rounds.
-        """
+        """Run the steps of a round, and store drafts that stay pending. Returns the steps, and their tokens, int64 [requests, steps]."""
         own, last_tokens, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
         if penalized is not None:
             penalized.begin_steps(last_tokens, self.pending_drafts, own)
@@ -176,11 +168,6 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
     walked (grammar.py), SGLang processes that result before it launches the batch. A request that finishes in it is still in the batch,
     but its row and its slots are free. So only the other requests run. The tensors that SGLang relays from round to round are padded to
     the length of the batch.
-
-    Args:
-        decode: Runs a round of all requests of a batch.
-        batch: SGLang's batch, in decode mode.
-        on_publish: As in the worker's ``forward_batch_generation``.
     """
     running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
     if len(running) == len(batch.reqs):
@@ -203,12 +190,7 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
 
 
 def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of some requests of another batch, with the fields that rounds read. The other batch does not change.
-
-    Args:
-        requests: Positions of the requests in the batch.
-        where: The same, int64 on the device.
-    """
+    """A batch of the ``requests`` at these positions, with the fields that rounds read. ``where``: the same, int64 on the device."""
     part = select_requests(batch, requests, where)
     part.seq_lens_cpu = batch.seq_lens_cpu[requests]
     part.spec_info = KVDraftInput(batch.spec_info.bonus_tokens[where])

@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs the steps of a worker's rounds.
-
-    Attributes:
-        worker: Owns the draft states, the compressed KV and the recorded queries.
-        table: int32, SGLang's token table with the draft rows.
-    """
+    """Runs the steps of a worker's rounds."""
 
     def __init__(self, worker: "Worker"):
         self.worker = worker
@@ -103,8 +98,6 @@ class StepRunner:
         """Run the steps of a round, one after another.
 
         Args:
-            batch: The requests.
-            plan: The plan of the round.
             tokens: int64 [requests], the last token of each, draft or output.
             slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
             starts: int64 [requests], positions of ``tokens``.
@@ -148,7 +141,7 @@ class StepRunner:
         return step_outputs
 
     def _observe_step(self, ends: dict[int, int], following: int) -> "LayerObserver | None":
-        """The observer of a step's layers, which selects their tokens; None if none is needed. Arguments as :meth:`_select_tokens`'s."""
+        """The observer of a step's layers, which selects their tokens; None if none is needed. Arguments as for :meth:`_select_tokens`."""
         compressed_kv = self.worker.compressed_kv
         if not ends and compressed_kv.async_selector is None:
             return None
@@ -226,7 +219,6 @@ class Verifier:
     """Verifies the drafts of a worker's rounds.
 
     Attributes:
-        worker: Owns the recorded queries.
         steps: Runs forwards without a graph, and makes samplers.
         graphs: Captured verifications; None if CUDA graphs are off.
         simulation: Simulated acceptance; None outside benchmarks.
@@ -250,8 +242,6 @@ class Verifier:
         """Verify the drafts of some requests with the full KV. Returns the accepted tokens and the bonus token of each.
 
         Args:
-            batch: All requests.
-            plan: The plan of the round.
             requests: Positions of the requests in the batch.
             step_tokens: int64 [all requests, steps], tokens of the round's steps.
             pending_drafts: Pending drafts, including those of this round, of requests that have some from earlier rounds.
@@ -285,8 +275,7 @@ class Verifier:
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Forward ``tokens``, int64 [requests, width], over the full KV, after the known tokens of each request.
 
-        Returns:
-            The model's output, and the position of each token, int64 [requests * at least width].
+        Returns the model's output, and the position of each token, int64 [requests * at least width].
         """
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
@@ -335,11 +324,7 @@ def prefill(
 ) -> GenerationBatchResult:
     """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt.
 
-    Args:
-        worker: Owns the requests' draft states.
-        batch: SGLang's batch, in extend mode.
-        penalties: Token counts of the outputs that have penalties.
-        on_publish: Gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
+    ``on_publish`` gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
     """
     # Admit first: which queries are recorded depends on the method that a request asks for.
     states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
@@ -370,14 +355,10 @@ def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
 def _first_tokens(
     worker: "Worker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
 ) -> torch.Tensor:
-    """Sample the token after each prompt.
+    """Sample the token after each prompt, int64 [requests]. Writes the log-probabilities that requests ask for into ``result``.
 
-    Writes the log-probabilities that requests ask for into ``result``. A batch of requests for 0 tokens gets token 0 instead of a
-    sample, as in SGLang. A request with a grammar needs a sample. In the overlapped loop the next round starts before SGLang finishes
-    the request, and walks the grammar along this token.
-
-    Returns:
-        int64 [requests].
+    A batch of requests for 0 tokens gets token 0 instead of a sample, as in SGLang. A request with a grammar needs a sample. In the
+    overlapped loop the next round starts before SGLang finishes the request, and walks the grammar along this token.
     """
     # The outputs are complete here: SGLang does not prefill a request while a result of it is unprocessed.
     walks = [GrammarWalk(req.grammar) if req.grammar else None for req in batch.reqs]

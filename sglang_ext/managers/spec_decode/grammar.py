@@ -143,14 +143,7 @@ def _allows(mask: torch.Tensor, token: int) -> bool:
 
 @dataclass(frozen=True)
 class DraftGrammar:
-    """A grammar after some drafts, which masks one row of logits.
-
-    Replaces SGLang's grammar object in ``SamplingBatchInfo.grammars``.
-
-    Attributes:
-        walk: The grammar and all drafts.
-        index: Number of drafts before the row.
-    """
+    """A grammar after ``index`` drafts, which masks one row of logits. Replaces SGLang's object in ``SamplingBatchInfo.grammars``."""
 
     walk: GrammarWalk
     index: int

@@ -59,7 +59,6 @@ class PenaltyBatch:
     """Penalties of some requests, on the device.
 
     Attributes:
-        penalties: Penalties of each request.
         weights: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
             frequency penalty, else 0.
         stops: For each request, int64 stop token ids; None if it has no ``min_new_tokens``.
@@ -125,7 +124,6 @@ class RoundPenalties:
         counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
         places: int64 [requests], rows of ``counts`` of the penalized requests.
         requests: Positions of the penalized requests in the batch.
-        penalties: The penalties of these requests.
         overlapped: Whether counts lag behind the outputs by one token.
         num_output: Output tokens of each when the round begins.
         num_pending: Pending drafts of each from earlier rounds.
@@ -145,10 +143,7 @@ class RoundPenalties:
     def begin_steps(self, bonus_tokens: torch.Tensor, pending_drafts: "PendingDrafts", rows: torch.Tensor) -> None:
         """Begin the steps of a round, after the pending drafts of earlier rounds.
 
-        Args:
-            bonus_tokens: int64 [batch], last output token of each request.
-            pending_drafts: The pending drafts.
-            rows: int64 [batch], row of each request.
+        ``bonus_tokens`` and ``rows``: int64 [batch], last output token and row of each request.
         """
         self._step_counts = self.counts[self.places]
         if any(self.num_pending):
@@ -200,12 +195,7 @@ class RoundPenalties:
         by_request[where] = rows
 
     def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
-        """Count the tokens that became part of the outputs, except the last token of each.
-
-        Args:
-            bonus_tokens: int64 [batch], last output token of each request before the round.
-            output_tokens: Output tokens of the whole batch.
-        """
+        """Count the output tokens of the batch, except the last of each request, after ``bonus_tokens``, int64 [batch], of earlier rounds."""
         tokens = torch.cat([bonus_tokens[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
         # Add one token after another, as stock SGLang does: a sum of several would round differently.

@@ -184,7 +184,6 @@ class DraftPlan:
     """The first part of a round's plan: what each request does in the steps. Lists are indexed by the position in the batch.
 
     Attributes:
-        views: The requests.
         requests: What each one does.
         wanted: Draft length; 0 for plain decoding.
         num_steps: Forwards of one token per request.

@@ -50,8 +50,7 @@ class DraftTotals:
     """Sums over some rounds.
 
     Attributes:
-        rounds: Rounds with draft steps.
-        steps: Draft steps of all rounds.
+        rounds, steps: Rounds with draft steps, and these steps.
         selection_interval: Selection interval of the last round with draft steps, in steps; 0 if the server does not choose it.
         verifies: Verifications, counted for each request.
         offered, accepted: Draft tokens that were verified, and accepted.
@@ -98,13 +97,11 @@ class RoundReport:
     Attributes:
         lengths: Chooses the draft length, and predicts its gain.
         costs: Predicts the time of plain steps.
-        metrics: Receives the figures.
         requests: Counts the verifications of each request.
         interval: Learns from the accepted drafts of each selection interval; None if no method selects by the queries of steps.
         reports_drafting: Whether to report what drafting gains; False in mode lossy.
         writes_log: Whether this process writes the log line for all ranks.
         timeline: Records events for a benchmark; None otherwise.
-        clock: Returns seconds.
         totals: Sums over the rounds since the last log line.
     """
 

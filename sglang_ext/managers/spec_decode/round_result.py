@@ -48,7 +48,7 @@ class OutputTokens:
             steps: Steps of all requests.
             tokens: int64 [all requests, steps], their tokens.
             requests: Positions of the requests in the batch, ascending.
-            counts: How many of its step tokens count, for each of ``requests``.
+            counts: How many of the step tokens count, for each of ``requests``.
         """
         found = [sampled for _, sampled in steps]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
@@ -151,9 +151,6 @@ class RoundResult(GenerationBatchResult):
         """The result of a round that gave ``output_tokens``. Requests that only drafted keep their last output token.
 
         Args:
-            model_runner: The target's.
-            batch: The requests.
-            plan: Plan of the round.
             output_tokens: Output tokens of all requests.
             lengths: int64 [requests], tokens of each after the round.
             output: Output of the last step. Only requests that decode one token on the full KV ask for its hidden states.

@@ -60,7 +60,6 @@ class FullKVProvider:
         """Process completed loads, and free full KV that is no longer needed, at the start of a round.
 
         Args:
-            reqs: The requests of the round.
             drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
             iteration_seconds: Measured seconds of a round; None before the first measurement.
         """
@@ -119,7 +118,6 @@ class RoundSetup:
     """Sets up the rounds of one worker.
 
     Attributes:
-        planner: Plans rounds.
         compressed_kv: The compressed KV of all requests.
         provider: Says when the full KV of a request is ready for a verification.
         can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
@@ -142,8 +140,6 @@ class RoundSetup:
         """Set up a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
 
         Args:
-            batch: The running requests.
-            states: Their draft states, in the same order.
             lengths: Tokens of each request whose full KV is known.
             wanted: Draft length; 0 for plain decoding.
             iteration_seconds: Measured seconds of a round; None before the first measurement.
@@ -185,8 +181,7 @@ class RoundSetup:
     def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
         """Create or refresh compressed KV. Pins the full KV of requests that read it, before later requests are given memory.
 
-        Returns:
-            By position in the batch: why the request got no compressed KV; 0 if it has some.
+        Returns, by position in the batch, why the request got no compressed KV; 0 if it has some.
         """
         found = {}
         for i, (req, state, length) in enumerate(requests):
@@ -209,8 +204,7 @@ class RoundSetup:
     def _load(self, reqs: Sequence["Req"], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
         """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here.
 
-        Returns:
-            Rows whose full KV can be verified in this round; and by position, why a refresh failed.
+        Returns the rows whose full KV can be verified in this round; and by position, why a refresh failed.
         """
         arrived = drafts.arrived
         for row in arrived:
@@ -227,8 +221,7 @@ class RoundSetup:
     def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Write the slots of the newest tokens to the draft rows of requests that read compressed KV.
 
-        Returns:
-            By row of each such request: its draft row, and the tokens of that row minus those of the context.
+        Returns, by row of each such request, its draft row, and the tokens of that row minus those of the context.
         """
         found = {}
         for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):

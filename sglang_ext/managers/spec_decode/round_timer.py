@@ -193,8 +193,6 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        plan: Plan of the round.
-        load: Load of its batch.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
         first_step: The first draft step is done; None if no other follows.
@@ -219,9 +217,7 @@ class RoundTimer:
 
     Attributes:
         draft_length: Chooses the draft length.
-        device: The device whose work is timed.
         ranks: Ranks that must all use rank 0's choice.
-        costs: Predicts the times of rounds from measured ones.
         compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
         selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
         observers: Called with the plan and the times of each measured round.
@@ -245,11 +241,7 @@ class RoundTimer:
     _short_rounds: RoundTimes | None = None
 
     def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
-        """Begin a round, and choose its draft length and its selection interval.
-
-        Args:
-            lengths: Tokens of each request whose full KV is known.
-            states: Draft states of the requests, in the same order.
+        """Begin a round of requests with these context lengths, in tokens, and draft states.
 
         Returns:
             The draft length, 0 for plain decoding; and the selection interval in steps.

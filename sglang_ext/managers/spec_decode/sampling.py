@@ -210,9 +210,7 @@ class RowSampler:
     def from_rows(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[LogitRow], logprobs: bool) -> "RowSampler":
         """Group ``rows`` by the route of their request.
 
-        Args:
-            rows: Request and noise of each row.
-            logprobs: Whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
+        ``logprobs``: whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
         """
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -291,20 +289,14 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
         if output.next_token_top_logprobs_val is not None:
             out.top_logprobs[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
         if output.next_token_token_ids_logprobs_val is not None:
-            out.requested_logprobs[row] = (
-                output.next_token_token_ids_logprobs_val[k],
-                output.next_token_token_ids_logprobs_idx[k],
-            )
+            out.requested_logprobs[row] = (output.next_token_token_ids_logprobs_val[k], output.next_token_token_ids_logprobs_idx[k])
 
 
 class SamplerCache:
     """Keeps the samplers of a batch while the same requests run: creating one takes a dozen operations on the device.
 
     A kept sampler has a few numbers per row. Samplers as large as the logits, or that depend on the output, are created each time.
-
-    Attributes:
-        model_runner: The target's.
-        most: Upper limit of kept samplers: one batch has many subsets of requests.
+    At most ``most`` are kept, because one batch has many subsets of requests.
     """
 
     def __init__(self, model_runner: "ModelRunner", most: int = 64):
@@ -322,15 +314,9 @@ class SamplerCache:
         logprobs: bool,
         rows: Callable[[], list[LogitRow]],
     ) -> RowSampler:
-        """The sampler of ``width`` rows of each of some requests.
+        """The sampler of ``width`` rows of each of some requests, at their positions in the batch.
 
-        Args:
-            batch: All requests.
-            states: Their draft states; a sampler is reused only for the same requests and states.
-            requests: Positions of the requests in the batch.
-            width: Rows per request.
-            logprobs: As for :meth:`RowSampler.from_rows`.
-            rows: Makes the rows; called only if a sampler is created.
+        It is reused only for the same requests and ``states``. ``rows`` makes the rows; it is called only if a sampler is created.
         """
         info = batch.sampling_info
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
