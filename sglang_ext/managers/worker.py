@@ -161,9 +161,9 @@ class KVWorker(BaseSpecWorker):
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=served.rotary,
-            method_index_of=self.requests.method_index_of,
-            prompt_of=self.requests.prompt_of,
-            namespace_of=self.requests.namespace_of,
+            method_index_of=lambda row: self.requests.get(row).method,
+            prompt_of=lambda row: self.requests.get(row).prompt,
+            namespace_of=lambda row: self.requests.get(row).namespace,
             layout=self.layout,
             async_selector=create_selector(self, methods[0]),
             # Also called between requests, when nothing else updates the metrics.

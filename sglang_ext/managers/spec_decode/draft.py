@@ -375,5 +375,5 @@ def _first_tokens(
     sampler = RowSampler.from_rows(worker.model_runner, batch, rows, batch.return_logprob)
     sampled = sampler.draw(output.next_token_logits, batch.seq_lens - 1)
     if batch.return_logprob:
-        sampled.fill_logprobs(output, list(range(len(states))))
+        sampled.fill_logprobs(output)
     return sampled.tokens

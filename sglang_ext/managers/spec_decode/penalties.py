@@ -97,24 +97,11 @@ class PenaltyBatch:
             begun: Output tokens of each request before its first row.
         """
         for part in _at_once(len(rows), rows.shape[1]):
-            self._apply(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
+            _penalize(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
             if count < penalty.min_new_tokens:
                 # Minus infinity stays so under any later factor.
                 row[: penalty.min_new_tokens - count].index_fill_(1, stops, float("-inf"))
-
-    @staticmethod
-    def _apply(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
-        frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
-        seen = counts != 0
-        if frequency or presence:
-            added = counts * -weights[:, 4]
-            if presence:
-                added -= seen * weights[:, 1]
-            rows += added
-        if repetition:
-            scale = torch.where(seen, weights[:, 2], 1.0)
-            rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
 
 
 class RoundPenalties:
@@ -178,21 +165,16 @@ class RoundPenalties:
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
         pairs = [(verified[i], place) for place, i in enumerate(self.requests) if i in verified]
-        for part in _at_once(len(pairs), width):
-            self._verification(*map(list, zip(*pairs[part])), tokens, by_request)
-
-    def _verification(self, verified: list[int], places: list[int], tokens: torch.Tensor, by_request: torch.Tensor) -> None:
-        """Penalize the requests at positions ``verified`` among the verified ones, and ``places`` among the penalized ones."""
-        where, own = (to_device(each, tokens.device) for each in (verified, places))
-        tokens, rows = tokens[where], by_request[where]
-        width = tokens.shape[1]
-        counts = self.counts[self.places[own], None].repeat(1, width, 1)
         # A row counts the tokens before its own input. It also counts its input, if counts do not lag.
-        before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
-        penalties = self.penalties.part(places, own)
-        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * penalties.addends[:, None])
-        penalties.apply(rows, counts, [self.num_output[place] for place in places])
-        by_request[where] = rows
+        before = torch.ones(width, width, dtype=self.counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
+        for part in _at_once(len(pairs), width):
+            places = [place for _, place in pairs[part]]
+            where, own = to_device([k for k, _ in pairs[part]], tokens.device), to_device(places, tokens.device)
+            rows, penalties = by_request[where], self.penalties.part(places, own)
+            counts = self.counts[self.places[own], None].repeat(1, width, 1)
+            counts.scatter_add_(2, tokens[where, None].expand(-1, width, -1), before * penalties.addends[:, None])
+            penalties.apply(rows, counts, [self.num_output[place] for place in places])
+            by_request[where] = rows
 
     def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
         """Count the output tokens of the batch, except the last of each request, after ``bonus_tokens``, int64 [batch], of earlier rounds."""
@@ -201,6 +183,19 @@ class RoundPenalties:
         # Add one token after another, as stock SGLang does: a sum of several would round differently.
         where = self.places[:, None] * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.penalties.addends).flatten())
+
+
+def _penalize(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
+    frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
+    seen = counts != 0
+    if frequency or presence:
+        added = counts * -weights[:, 4]
+        if presence:
+            added -= seen * weights[:, 1]
+        rows += added
+    if repetition:
+        scale = torch.where(seen, weights[:, 2], 1.0)
+        rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
 
 
 def _at_once(requests: int, width: int) -> Iterator[slice]:

@@ -226,7 +226,7 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans rounds: the compression by :meth:`may_compress` and :meth:`wants_compressed`, then :meth:`draft`, then :meth:`verify`.
+    """Plans rounds: the compression by :meth:`may_compress`, then :meth:`draft`, then :meth:`verify`.
 
     Attributes:
         max_pending: Upper limit of a request's pending drafts.
@@ -255,11 +255,6 @@ class RoundPlanner:
             # Requests that cannot be drafted need a round in which no request reads compressed KV.
             return False
         return self.lossy or wanted > 0
-
-    def wants_compressed(self, view: RequestView) -> bool:
-        """Whether a request that :attr:`~RequestView.is_open` drafts best on compressed KV, so that it is created or refreshed now."""
-        # The last token of an output needs no draft.
-        return view.remaining > 1 or self.lossy
 
     def draft(self, views: Sequence[RequestView], wanted: int, compressed: Mapping[int, int]) -> DraftPlan:
         """Plan the steps of a round of ``wanted`` draft steps or fewer; of plain steps if ``wanted`` is 0.

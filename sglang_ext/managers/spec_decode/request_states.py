@@ -120,18 +120,6 @@ class RequestStates:
         # The frontend refuses unknown names.
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
 
-    def method_index_of(self, row: int) -> int:
-        """Index of the method that the request in ``row`` asked for."""
-        return self._states[row].method
-
-    def prompt_of(self, row: int) -> Sequence[int]:
-        """Token ids of the prompt of the request in ``row``."""
-        return self._states[row].prompt
-
-    def namespace_of(self, row: int) -> str | None:
-        """Namespace of the request in ``row``, as :attr:`RequestState.namespace`."""
-        return self._states[row].namespace
-
     def get(self, row: int) -> RequestState | None:
         """State of the request in ``row``; None if the row has no running request."""
         return self._states.get(row)

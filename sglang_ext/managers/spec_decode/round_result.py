@@ -158,7 +158,7 @@ class RoundResult(GenerationBatchResult):
         """
         num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
-            output_tokens.sampled.fill_logprobs(shown, list(range(output_tokens.tokens.numel())), stride=output_tokens.width)
+            output_tokens.sampled.fill_logprobs(shown, stride=output_tokens.width)
         if output.hidden_states is not None:
             shown.hidden_states = output.hidden_states.repeat_interleave(output_tokens.width, 0)
         last = output_tokens.tokens.gather(1, (num_output - 1).clamp(min=0)[:, None])[:, 0]

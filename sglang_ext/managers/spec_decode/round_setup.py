@@ -3,7 +3,7 @@
 A round begins with five steps. Only the planner decides, and only this module acts:
 
 1. The full-KV provider processes completed loads and frees full KV.
-2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` wants it, in the order of the batch.
+2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` allows it, in the order of the batch.
 3. ``RoundPlanner.draft`` plans the steps. A request whose KV could not be compressed reads its full KV.
 4. The provider begins loads, and names the requests whose full KV can be verified. Loaded full KV refreshes the compressed KV.
 5. ``RoundPlanner.verify`` completes the plan.
@@ -191,7 +191,8 @@ class RoundSetup:
                 self.provider.end_early_decoding(view.row)
             if not view.is_open:
                 continue
-            if may_compress and self.planner.wants_compressed(view):
+            # The last token of an output needs no draft.
+            if may_compress and (view.remaining > 1 or self.planner.lossy):
                 found[i] = self._ensure_compressed(req, view, headroom)
             if found.get(i, 1):
                 self.provider.pin_for_round(view.row)

@@ -166,17 +166,16 @@ class SampledTokens:
     top_logprobs: list[tuple]
     requested_logprobs: list[tuple]
 
-    def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None) -> None:
-        """Write the log-probabilities of ``rows`` to ``output`` as SGLang expects them.
+    def fill_logprobs(self, output: LogitsProcessorOutput, stride: int | None = None) -> None:
+        """Write the log-probabilities to ``output`` as SGLang expects them.
 
         ``next_token_logprobs`` has shape [requests, stride] in a decode, and [requests] in a prefill (``stride`` None).
         """
-        values = self.logprobs[rows]
-        output.next_token_logprobs = values if stride is None else values.view(-1, stride)
-        output.next_token_top_logprobs_val = [torch.as_tensor(self.top_logprobs[row][0]) for row in rows]
-        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top_logprobs[row][1]) for row in rows]
-        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.requested_logprobs[row][0]) for row in rows]
-        output.next_token_token_ids_logprobs_idx = [list(self.requested_logprobs[row][1]) for row in rows]
+        output.next_token_logprobs = self.logprobs if stride is None else self.logprobs.view(-1, stride)
+        output.next_token_top_logprobs_val = [torch.as_tensor(values) for values, _ in self.top_logprobs]
+        output.next_token_top_logprobs_idx = [torch.as_tensor(ids) for _, ids in self.top_logprobs]
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values, _ in self.requested_logprobs]
+        output.next_token_token_ids_logprobs_idx = [list(ids) for _, ids in self.requested_logprobs]
 
 
 @dataclass(frozen=True)
@@ -224,11 +223,9 @@ class RowSampler:
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
-        """Sample from each row.
+        """Sample from each row of ``logits``, float [rows, vocabulary], which the sampler may overwrite.
 
-        Args:
-            logits: float [rows, vocabulary]; the sampler may overwrite them.
-            positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
+        ``positions``: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
         """
         if len(self.groups) == 1 and not self.logprobs:
             return SampledTokens(self._draw(self.groups[0], logits, positions)[0], None, [], [])
@@ -258,13 +255,7 @@ def draw_with_finite_noise(original: Callable, logprobs: torch.Tensor, seed: tor
     infinite, and draws a token whatever its probability, even 0. Seeds that a request gave (deterministic mode) draw as in SGLang. The
     other seeds are ours. They follow SGLang's distribution without seeds, and so draw none of these tokens.
 
-    Args:
-        logprobs: float [rows, vocabulary], log-probabilities.
-        seed: int64 [rows].
-        positions: int [rows].
-
-    Returns:
-        int64 [rows, 1].
+    ``logprobs``: float [rows, vocabulary]; ``seed``: int64 [rows]; ``positions``: int [rows]; the result: int64 [rows, 1].
     """
     if get_exec().deterministic.enable_deterministic_inference:
         return original(logprobs, seed, positions)
@@ -306,13 +297,7 @@ class SamplerCache:
         self._kept: dict[tuple[tuple[int, ...], int, bool], RowSampler] = {}
 
     def get(
-        self,
-        batch: "ScheduleBatch",
-        states: list,
-        requests: tuple[int, ...],
-        width: int,
-        logprobs: bool,
-        rows: Callable[[], list[LogitRow]],
+        self, batch: "ScheduleBatch", states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
     ) -> RowSampler:
         """The sampler of ``width`` rows of each of some requests, at their positions in the batch.
 

@@ -33,7 +33,7 @@ def round_of(draw):
     outcomes = {
         i: draw(st.sampled_from((0, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION)))
         for i, each in enumerate(views)
-        if planner.may_compress([view.state for view in views], wanted) and each.is_open and planner.wants_compressed(each)
+        if planner.may_compress([view.state for view in views], wanted) and each.is_open and (each.remaining > 1 or planner.lossy)
     }
     return planner, views, wanted, outcomes
 
