@@ -4,7 +4,7 @@ If compressed KV holds all tokens in quantized blocks, nothing reads the full KV
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class QuantizedOnlyFullKV(FullKVProvider):
 
     freed_full_kv: QuantizedOnlyKV
 
-    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
         self.freed_full_kv.free_full_kv(drafting)
 
@@ -92,17 +92,13 @@ class QuantizedAttention(Feature):
             return None
         shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
         logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
-        prompts = self._quantized_prompts(worker, tree_cache) if is_single_server else None
+        prompts = None
+        if is_single_server and self.prefill is not None:
+            chunk = self.args.chunked_prefill_size
+            prompts = QuantizedPrompts(tree_cache, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
         return QuantizedOnlyFullKV(
             QuantizedOnlyKV(tree_cache, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
         )
-
-    def _quantized_prompts(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedPrompts | None:
-        """Create the state of prompts that attend to quantized KV; None if they attend to full KV."""
-        if self.prefill is None:
-            return None
-        chunk = self.args.chunked_prefill_size
-        return QuantizedPrompts(tree_cache, worker.compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""

@@ -1,7 +1,7 @@
 """Cache ranks: processes that hold keys, in mode lossy also values, and select tokens for steps (``--kv-cache-ranks``)."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class RemoteOnlyFullKV(FullKVProvider):
 
     freed_full_kv: RemoteOnlyKV
 
-    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """Free full KV that the ranks hold, at the start of a round."""
         self.freed_full_kv.free_full_kv(reqs)
 

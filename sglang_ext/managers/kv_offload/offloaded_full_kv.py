@@ -4,7 +4,6 @@ Full KV on the device is verified when a round's drafts are complete. For full K
 (verification_scheduler.py). The load is due when the request will have enough pending drafts to pay for it.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ class OffloadedFullKV(FullKVProvider):
         """Postpone loads to the end of the context, in which a round is planned and launched."""
         return self.residency.tree.host.tier.defer_transfers()
 
-    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Start a round. Requests whose full KV has arrived verify in it.
 
         Args:

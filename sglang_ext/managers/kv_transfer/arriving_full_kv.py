@@ -6,7 +6,6 @@ residuals are written, the drafts are verified, and the request is an ordinary o
 Before that, drafts on an anchor are not output, and the KV is not inserted into a prefix tree.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_ext.core import TPRanks
@@ -53,7 +52,7 @@ class ArrivingFullKV(FullKVProvider):
         """
         self._arrivals[row] = arrival
 
-    def on_round_start(self, reqs: "Sequence[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
         waiting = sorted(self._arrivals.keys() - self._here - self._lost)
         if not waiting:

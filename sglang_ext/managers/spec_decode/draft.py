@@ -5,7 +5,7 @@ record queries for compressors that score keys by them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -331,7 +331,7 @@ def prefill(
     if on_publish is not None:
         # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    attention = nullcontext()
+    attention: AbstractContextManager[None] = nullcontext()
     if worker.server_args.kv_prefill == QUANTIZED:
         from sglang_ext.managers.quantized_attention import QuantizedAttention
 

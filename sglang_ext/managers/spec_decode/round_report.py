@@ -70,24 +70,18 @@ class DraftTotals:
     undrafted_tokens: Counter[int] = field(default_factory=Counter)
 
     @property
-    def draft_length(self) -> float:
-        """Mean draft steps of a round; 0 if no round drafted."""
-        return self.steps / self.rounds if self.rounds else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted tokens over verified draft tokens; 0 if none were verified."""
-        return self.accepted / self.offered if self.offered else 0.0
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens of a verification, with the bonus token; 0 if none ran."""
-        return (self.accepted + self.verifies) / self.verifies if self.verifies else 0.0
-
-    @property
-    def gain(self) -> float | None:
-        """Speed of rounds with drafts relative to plain steps; None if unknown."""
-        return self.plain_seconds / self.seconds if self.seconds and self.plain_seconds else None
+    def figures(self) -> dict[str, float | None]:
+        """The metrics of drafting, by name; 0 without rounds or verifications. An unknown gain is None."""
+        return {
+            # Mean draft steps of a round.
+            "draft_length": self.steps / self.rounds if self.rounds else 0.0,
+            "draft_acceptance_rate": self.accepted / self.offered if self.offered else 0.0,
+            # Mean tokens of a verification, with the bonus token.
+            "draft_accept_length": (self.accepted + self.verifies) / self.verifies if self.verifies else 0.0,
+            # Speed of rounds with drafts relative to plain steps.
+            "draft_gain": self.plain_seconds / self.seconds if self.seconds and self.plain_seconds else None,
+            "selection_interval": self.selection_interval,
+        }
 
 
 @dataclass
@@ -191,16 +185,7 @@ class RoundReport:
                 totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
         # Until a round drafts after a log line, report the figures of that line.
         shown = totals if totals.rounds else self._last_totals
-        self.metrics.observe_drafting(
-            {
-                "draft_length": shown.draft_length,
-                "draft_acceptance_rate": shown.acceptance_rate,
-                "draft_accept_length": shown.accept_length,
-                "draft_gain": shown.gain,
-                "draft_predicted_gain": self.lengths.predicted_gain,
-                "selection_interval": shown.selection_interval,
-            }
-        )
+        self.metrics.observe_drafting(shown.figures | {"draft_predicted_gain": self.lengths.predicted_gain})
         if now - self._since >= LOG_INTERVAL_SECONDS:
             if self.writes_log:
                 logger.info("sglang-ext: %s", self._line(now - self._since))
@@ -211,14 +196,16 @@ class RoundReport:
 
     def _line(self, seconds: float) -> str:
         """The log line for the rounds of the last ``seconds``."""
-        totals = self.totals
+        totals, figures = self.totals, self.totals.figures
         plain, reasons = totals.undrafted_tokens.total(), [self._why(reason) for reason, _ in totals.undrafted_tokens.most_common(2)]
         if not totals.rounds:
             return f"drafting is off in the last {seconds:.0f} s, {plain} tokens: {'; '.join(reasons) or 'requests ended'}"
-        gain = "not known, as no plain step was measured near this load" if totals.gain is None else f"{totals.gain:.2f} over plain steps"
+        gain = figures["draft_gain"]
+        compared = "not known, as no plain step was measured near this load" if gain is None else f"{gain:.2f} over plain steps"
+        rate, length = figures["draft_acceptance_rate"], figures["draft_accept_length"]
         parts = [
-            f"drafting in the last {seconds:.0f} s: {totals.rounds} rounds, draft length {totals.draft_length:.1f}",
-            f"acceptance rate {totals.acceptance_rate:.2f}, accept length {totals.accept_length:.2f}, gain {gain}",
+            f"drafting in the last {seconds:.0f} s: {totals.rounds} rounds, draft length {figures['draft_length']:.1f}",
+            f"acceptance rate {rate:.2f}, accept length {length:.2f}, gain {compared}",
         ]
         if totals.selection_interval:
             parts.append(f"selection every {totals.selection_interval} steps")

@@ -56,7 +56,7 @@ class FullKVProvider:
         """A context for planning and launching a round, in which loads may be deferred to its end."""
         return nullcontext()
 
-    def on_round_start(self, reqs: "Sequence[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
         """Process completed loads, and free full KV that is no longer needed, at the start of a round.
 
         Args:
