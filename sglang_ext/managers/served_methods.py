@@ -222,8 +222,8 @@ def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_siz
     """Compression methods that create compressed KV of this layout in a pool with this page size, from ``methods`` (:func:`methods_of`)."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
-        packing = layout.slot_layout(each, plain)
-        made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, offer.quant_method or "", offer.suffix, args.kv_sparse_from))
+        packing, quant_method = layout.slot_layout(each, plain), offer.quant_method or ""
+        made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, quant_method, offer.suffix, args.kv_sparse_from))
     return tuple(made)
 
 

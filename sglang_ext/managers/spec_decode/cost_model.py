@@ -247,11 +247,9 @@ class RoundCosts:
             self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), rest))
 
     def step_seconds(self, load: BatchLoad) -> float:
-        """Seconds of a plain step.
-
-        A single measured step may have stalled. So until a second one is measured near the load, the time of a verification, which reads as
-        much, is the upper limit.
-        """
+        """Seconds of a plain step."""
+        # A single measured step may have stalled. Until a second one is measured near the load, the time of a verification, which reads as
+        # much, is the upper limit.
         step = self.plain_step_times.predict(load.coordinates, self._bytes(load), self._base)
         return min(step, self.rest_seconds(load, 1)) if self.rest_times.cells and not self.plain_step_times.is_confirmed(load.coordinates) else step
 

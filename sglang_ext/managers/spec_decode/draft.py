@@ -244,7 +244,7 @@ class Verifier:
         Args:
             requests: Positions of the requests in the batch.
             step_tokens: int64 [all requests, steps], tokens of the round's steps.
-            pending_drafts: Pending drafts, including those of this round, of requests that have some from earlier rounds.
+            pending_drafts: Also those of this round, for requests that have some from earlier rounds.
             penalized: Applies penalties to the logits; None if no request has one.
         """
         num_drafts = [plan.num_draft_tokens(i) for i in requests]

@@ -64,7 +64,7 @@ class RoundPlan:
 
     @property
     def num_draft_steps(self) -> int:
-        """Draft steps of the round; 0 if no request drafts."""
+        """Draft steps of the round; 0 if no request drafts, and all steps are plain."""
         return self.num_steps if len(self.full_kv_reqs) < len(self.states) else 0
 
     @property
@@ -290,11 +290,9 @@ class RoundPlanner:
         """Complete a plan: choose the requests that are verified at the end of the round.
 
         Args:
-            drafts: The first part of the plan.
             ready: Rows whose full KV can be verified in this round.
             failed: By position: why the compressed KV of a request could not be refreshed after its full KV was loaded.
             rows: By row of each request that has compressed KV: its draft row, and the tokens of that row minus those of the context.
-            selection_interval: In steps.
         """
         requests, num_pending = [*drafts.requests], [*drafts.num_pending]
         for i, reason in failed.items():

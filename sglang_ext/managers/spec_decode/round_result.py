@@ -150,11 +150,8 @@ class RoundResult(GenerationBatchResult):
     ) -> "RoundResult":
         """The result of a round that gave ``output_tokens``. Requests that only drafted keep their last output token.
 
-        Args:
-            output_tokens: Output tokens of all requests.
-            lengths: int64 [requests], tokens of each after the round.
-            output: Output of the last step. Only requests that decode one token on the full KV ask for its hidden states.
-            marks: When the parts of the round ended.
+        ``lengths``: int64 [requests], tokens of each after the round. ``output``: that of the last step; only requests that decode one
+        token on the full KV ask for its hidden states.
         """
         num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:

@@ -141,7 +141,6 @@ class RoundSetup:
 
         Args:
             lengths: Tokens of each request whose full KV is known.
-            wanted: Draft length; 0 for plain decoding.
             iteration_seconds: Measured seconds of a round; None before the first measurement.
             selection_interval: In steps.
         """

@@ -78,10 +78,7 @@ class DraftLength:
     _allowance: float = float("inf")
 
     def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
-        """Return the draft length of the next round; 0 for plain decoding.
-
-        ``probabilities``: for each request, the probability that a draft token is accepted if the ones before it were.
-        """
+        """Return the draft length of the next round; 0 for plain decoding. ``probabilities``: acceptance probability of each request."""
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
         seconds = costs.round_seconds(load, drafts.tolist())
@@ -243,8 +240,7 @@ class RoundTimer:
     def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
         """Begin a round of requests with these context lengths, in tokens, and draft states.
 
-        Returns:
-            The draft length, 0 for plain decoding; and the selection interval in steps.
+        Returns the draft length, 0 for plain decoding; and the selection interval in steps.
         """
         before = [] if self.running is None else self.running.plan.states
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
@@ -329,13 +325,10 @@ class RoundTimer:
         return not (plan.early_reqs or plan.on_full_kv or any(reason in TRANSIENT_FALLBACKS for reason in plan.fallbacks))
 
     def _merge_short_rounds(self, plan: RoundPlan, spent: RoundTimes) -> RoundTimes | None:
-        """The seconds to learn from; None if there are none yet.
-
-        Short rounds with pending drafts are added up until the drafts are verified. A round of full length without a verification is left
-        out, because the time of its verification is missing.
-        """
+        """The seconds to learn from; None if there are none yet. Short rounds are added up until their drafts are verified."""
         if not plan.is_shortened:
             self._short_rounds = None
+            # Without a verification, a round of full length misses the time of its verification.
             return spent if plan.verify_reqs or not plan.num_draft_steps else None
         if not plan.num_draft_steps:
             return spent
