@@ -273,10 +273,7 @@ class Verifier:
     def _forward(
         self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Forward ``tokens``, int64 [requests, width], over the full KV, after the known tokens of each request.
-
-        Returns the model's output, and the position of each token, int64 [requests * at least width].
-        """
+        """Forward ``tokens``, int64 [requests, width], over the full KV. Returns the output, and positions, int64 [requests * at least width]."""
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:

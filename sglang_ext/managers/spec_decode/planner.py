@@ -259,8 +259,7 @@ class RoundPlanner:
     def draft(self, views: Sequence[RequestView], wanted: int, compressed: Mapping[int, int]) -> DraftPlan:
         """Plan the steps of a round of ``wanted`` draft steps or fewer; of plain steps if ``wanted`` is 0.
 
-        ``compressed``: by position of the requests for which compressed KV was wanted: why there is none, as an index into
-        ``FALLBACK_REASONS``; 0 if there is some.
+        ``compressed``: by position, why a request got no compressed KV, as an index into ``FALLBACK_REASONS``; 0 if it has some.
         """
         requests = [self._plan_request(view, wanted, compressed.get(i)) for i, view in enumerate(views)]
         most = self.max_steps(wanted)

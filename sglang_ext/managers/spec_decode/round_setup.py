@@ -95,12 +95,7 @@ class FullKVProvider:
         """Keep the full KV of the request in ``row`` on the device, because it reads it in this round."""
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Begin loads, and select the rows to verify in this round.
-
-        Args:
-            rounds: By row, the rounds of drafts after this one until there are enough for a load, at least 1.
-            ripe: Rows with enough drafts for a verification of full KV on the device.
-        """
+        """Begin loads, and select the rows to verify in this round. Arguments as :meth:`DraftPlan.rounds_until_load` and ``ripe``."""
         return ripe
 
     def restore(self, row: int) -> None:
@@ -139,10 +134,7 @@ class RoundSetup:
     ) -> RoundPlan:
         """Set up a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
 
-        Args:
-            lengths: Tokens of each request whose full KV is known.
-            iteration_seconds: Measured seconds of a round; None before the first measurement.
-            selection_interval: In steps.
+        ``lengths``: tokens of each request whose full KV is known. ``selection_interval`` is in steps.
         """
         self.provider.on_round_start(batch.reqs, self._compressed_prefixes(batch.reqs, states), iteration_seconds)
         headroom = self.planner.headroom(wanted, len(states))
@@ -219,10 +211,7 @@ class RoundSetup:
         return ready, failed
 
     def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Write the slots of the newest tokens to the draft rows of requests that read compressed KV.
-
-        Returns, by row of each such request, its draft row, and the tokens of that row minus those of the context.
-        """
+        """Write the slots of the newest tokens to the draft rows of requests that read compressed KV. Returns ``rows`` of the planner."""
         found = {}
         for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):
             if plan.reads_compressed and i not in failed:
