@@ -39,7 +39,7 @@ FALLBACK_REASONS: tuple[str, ...] = (
 )
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
-# Drafting would not be faster than full KV (managers/spec_decode/draft_length.py).
+# Drafting would not be faster than full KV (managers/spec_decode/round_timer.py).
 SLOWER = FALLBACK_REASONS.index("slower")
 # The method scores keys by the newest queries, and too few of them are recorded: all query rings were taken
 # (mem_cache/compressed/queries.py), or the forwards so far recorded none (steps in graphs).

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SparseAttention(Feature):
     """Selects tokens on a second stream of the model's GPU (spade), and plans memory for selections."""
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Workspaces of selections of tokens, and of pages."""
         if not planner.on_gpu:
             return {}

@@ -34,7 +34,7 @@ from sglang_ext.managers.cache_rank.protocol import (
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, connect_rank
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.policy import max_tail
@@ -260,7 +260,7 @@ def check_value_layout(buffers: KVBuffers) -> None:
 
 
 @dataclass(frozen=True)
-class RemoteOnlyFullKV(ResidentFullKV):
+class RemoteOnlyFullKV(FullKVProvider):
     """Full-KV provider of one scheduler process with cache ranks, in mode lossy.
 
     Attributes:
@@ -269,9 +269,9 @@ class RemoteOnlyFullKV(ResidentFullKV):
 
     freed_full_kv: RemoteOnlyKV
 
-    def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """See :meth:`FullKVProvider.free_full_kv`."""
-        self.freed_full_kv.free_full_kv(requests)
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+        """Free full KV that the ranks hold, at the start of a round."""
+        self.freed_full_kv.free_full_kv(reqs)
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
@@ -297,7 +297,7 @@ class CacheRanks(Feature):
     }
     _client: CacheRankClient | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """The exchange buffers. If ranks send rows, also records of compressed KV: a number per token of the pool, layer and KV head."""
         if not planner.on_gpu:
             return {}
@@ -319,7 +319,7 @@ class CacheRanks(Feature):
         )
         return self._client
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
         compressed_kv = worker.compressed_kv
         stays = options.why_full_kv_stays(self.args) is not None or self.args.disaggregation_mode != "null"

@@ -54,12 +54,12 @@ class HostOffload(Feature):
     }
     _provider: OffloadedFullKV | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Staging buffers for full KV on its way to and from host memory."""
         page_size, slot_bytes = self.args.page_size, planner.model.slot_bytes
         return {"staging": 2 * staging_bytes((tokens + page_size) * slot_bytes, page_size * slot_bytes)}
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> OffloadedFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> OffloadedFullKV | None:
         """Attach the host tier to the prefix tree. Create the provider if full KV of running requests may leave the device.
 
         Raises:

@@ -6,12 +6,16 @@ Full KV on the device is verified when a round's drafts are complete. For full K
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.spec_decode.full_kv import FullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 # Relative change of the link's bandwidth from which planned loads are rescaled.
 BANDWIDTH_TOLERANCE = 0.1
@@ -32,9 +36,9 @@ class OffloadedFullKV(FullKVProvider):
     """
 
     scheduler: VerificationScheduler
-    residency: Residency
+    residency: Residency = field()
     bytes_per_token: int
-    drafts_per_load: int
+    drafts_per_load: int = field()
     policy: OffloadPolicy | None = None
     verifying_rows: set[int] = field(default_factory=set)
     waited_rounds: int = 0
@@ -47,10 +51,11 @@ class OffloadedFullKV(FullKVProvider):
         """Postpone loads to the end of the context, in which a round is planned and launched."""
         return self.residency.host.tier.defer_transfers()
 
-    def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Start a round. Requests whose full KV has arrived verify in it.
 
         Args:
+            reqs: The requests of the round.
             drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
             iteration_seconds: Measured duration of a round. None if not known yet.
         """

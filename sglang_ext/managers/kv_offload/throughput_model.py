@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sglang_ext.managers.spec_decode.draft_length import expected_tokens
+from sglang_ext.managers.spec_decode.cost_model import expected_tokens
 
 # Default of the maximum draft length before a verification, in tokens.
 MAX_DRAFTS = 256

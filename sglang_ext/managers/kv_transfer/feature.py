@@ -16,7 +16,7 @@ from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, Worker
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.managers.spec_decode.request_states import fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
-class ArrivingFullKV(ResidentFullKV):
+class ArrivingFullKV(FullKVProvider):
     """Full-KV provider for requests whose full KV may still arrive over a link. ``ranks`` must agree on which KV has arrived."""
 
     def __init__(self, ranks: TPRanks = TPRanks()) -> None:
@@ -42,7 +42,7 @@ class ArrivingFullKV(ResidentFullKV):
         """Register the request in a row, which decodes on its anchor. Called on all ranks between the same two rounds."""
         self._arrivals[row] = arrival
 
-    def on_round_start(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
         waiting = sorted(self._arrivals.keys() - self._here - self._lost)
         if not waiting:
@@ -105,7 +105,7 @@ class KVTransfer(Feature):
         """Whether prompts are transferred as quantized KV."""
         return bool(quantized_transfer_settings(self.args))
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
         """Create the provider of a server whose requests decode early. None if all KV must arrive first."""
         if options.has_early_decoding(self.args):
             self._arriving = ArrivingFullKV(worker.ranks)

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import AcceptanceTracker, RequestState
 from sglang_ext.device import Mark
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import PROBE_SHARE, DraftLength, FixedDraftLength, expected_tokens
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
 from sglang_ext.managers.spec_decode.planner import RoundPlan
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -170,7 +168,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
-        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
+        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), costs=SimpleNamespace(observe=self._observe))
         self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []
         self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
@@ -270,7 +268,7 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
 
 def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     rows = [0, 1]
-    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"), KVMetrics("model"))
+    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"))
     states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
 
     def short(due):

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from sglang_ext.core import SLOW_DECAY, AcceptanceTracker
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 # Qwen2.5-Coder-1.5B in bf16 on an H200 (measured on 2026-11-29): bytes, bytes per millisecond, and milliseconds.

@@ -18,7 +18,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 def exported() -> dict[str, set[str]]:
     """The labels of each metric ``sglang_ext:*``, by the name that Prometheus has, without that prefix."""
-    sources = [pkgutil.resolve_name(entry.target) for entry in feature.FEATURES]
+    sources = [pkgutil.resolve_name(name) for name in feature.FEATURES]
     gauges, counters = dict(metrics.GAUGES), dict(metrics.COUNTERS)
     for source in sources:
         gauges.update(source.gauges)
