@@ -12,7 +12,7 @@ from sglang_ext.config.selection_options import max_cache_ranks
 from sglang_ext.doctor.installation import Check, make_check, one_line
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
-from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, connect_rank
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 
 NAME = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
@@ -30,7 +30,7 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     """
     begun, attach, link = time.monotonic(), _small(), None
     try:
-        link = connect_rank(attach, ExchangeBuffer(attach.shape, torch.device("cpu"), "cpu"), pack=1)
+        link = RankLink(attach, ExchangeBuffer(attach.shape, torch.device("cpu"), "cpu"), pack=1)
         link.poll()
         while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
             link.wait(0.05)

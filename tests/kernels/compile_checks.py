@@ -36,7 +36,7 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Att
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages

@@ -27,7 +27,7 @@ from sglang_ext.layers.kernels.window_scores import window_scores
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
 from sglang_ext.mem_cache.host_tier.host_pool import as_words

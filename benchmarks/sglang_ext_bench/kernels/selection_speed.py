@@ -37,9 +37,9 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import (
     Pointers,
     as_pointers,
 )
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import query_predictor

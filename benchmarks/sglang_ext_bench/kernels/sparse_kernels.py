@@ -32,7 +32,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import (
     Pointers,
     as_pointers,
 )
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import (

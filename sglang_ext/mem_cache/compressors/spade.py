@@ -10,8 +10,7 @@ from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import group_attention
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import group_attention, mark_always
 
 
 @register("spade")

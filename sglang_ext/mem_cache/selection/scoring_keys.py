@@ -1,4 +1,4 @@
-"""Keys for scoring, exact or quantized to 8 or 4 bits, and exact K and V rows that are sent back."""
+"""Keys for scoring, exact or quantized to 8 or 4 bits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -67,10 +67,9 @@ class ScoringKeys(ABC):
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
 
-    @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes once all keys are written."""
+    def clear(self, tokens: int) -> None:
+        """Set the first ``tokens`` places to zero."""
 
 
 class ExactKeys(ScoringKeys):
@@ -80,40 +79,25 @@ class ExactKeys(ScoringKeys):
         sizes: Shape and format of the keys.
         tokens: Number of tokens.
         device: Device of the keys. On a GPU all memory is taken at once.
+
+    Attributes:
+        keys: All keys: [layers, tokens, kv_heads, dim].
     """
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
-        self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
-
-    def of_layers(self) -> tuple[torch.Tensor, ...]:
-        """All keys by layer: [tokens, kv_heads, dim] each."""
-        return self._keys.unbind()
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """All keys: [layers, tokens, kv_heads, dim]."""
-        return self._keys
-
-    def clear(self, tokens: int) -> None:
-        """Set the first ``tokens`` places to zero."""
-        self._keys[:, :tokens].zero_()
+        self.keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
         """Store keys, as :meth:`ScoringKeys.write`."""
-        self._keys[:, start : start + keys.shape[1]] = keys
+        self.keys[:, start : start + keys.shape[1]] = keys
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """Read keys, as :meth:`ScoringKeys.read`."""
-        return self._keys[layer].index_select(0, places)
+        return self.keys[layer].index_select(0, places)
 
-    def rows(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """Read a layer's keys in ``places`` and ``heads``, int64 [rows] each: [rows, dim]."""
-        return self._keys[layer, places, heads]
-
-    @property
-    def nbytes(self) -> int:
-        """As :attr:`ScoringKeys.nbytes`."""
-        return self._keys.nbytes
+    def clear(self, tokens: int) -> None:
+        """Clear keys, as :meth:`ScoringKeys.clear`."""
+        self.keys[:, :tokens].zero_()
 
 
 class QuantizedKeys(ScoringKeys):
@@ -146,7 +130,7 @@ class QuantizedKeys(ScoringKeys):
         self.codes[:, places], self.words[:, places] = self._coded(keys)
 
     def clear(self, tokens: int) -> None:
-        """Set the first ``tokens`` places to zero."""
+        """Clear keys, as :meth:`ScoringKeys.clear`."""
         self.codes[:, :tokens].zero_()
         self.words[:, :tokens].zero_()
 
@@ -179,11 +163,6 @@ class QuantizedKeys(ScoringKeys):
         packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
-
-    @property
-    def nbytes(self) -> int:
-        """As :attr:`ScoringKeys.nbytes`."""
-        return self.codes.nbytes + self.words.nbytes
 
 
 def _stored_mask(bits: int) -> int:
@@ -220,32 +199,3 @@ class KeyQuantizer:
 def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ScoringKeys:
     """Create storage for the keys of ``tokens`` tokens."""
     return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
-
-
-class ExactKVRows:
-    """Exact keys and values of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written.
-
-    Args:
-        sizes: Shape and format of the keys, and of the values.
-        tokens: Number of tokens.
-        keys: The keys that are scored. They are used here if they are exact; otherwise exact keys are stored in addition.
-        device: Device of keys and values.
-
-    Attributes:
-        keys, values: Exact keys and values of all tokens.
-    """
-
-    def __init__(self, sizes: KeySpec, tokens: int, keys: ScoringKeys, device: torch.device = torch.device("cpu")):
-        self.keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens, device)
-        self.values = ExactKeys(sizes, tokens, device)
-        self._scored = keys
-
-    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each, after the scored keys."""
-        if self.keys is not self._scored:
-            self.keys.write(start, keys)
-        self.values.write(start, values)
-
-    def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of a layer in ``places`` and ``heads``, int64 [rows] each: [rows, dim] each."""
-        return self.keys.rows(layer, places, heads), self.values.rows(layer, places, heads)

@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 
 class InPyTorch:

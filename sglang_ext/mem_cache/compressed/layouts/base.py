@@ -16,7 +16,7 @@ import torch
 from sglang_ext.core import CompressedKV
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+    from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

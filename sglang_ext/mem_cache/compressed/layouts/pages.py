@@ -13,7 +13,7 @@ import torch
 from sglang_ext.core import CompressedKV, IntegrityError
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
-from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs, mark_always
 
 
 @dataclass(frozen=True)
