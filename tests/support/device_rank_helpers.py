@@ -121,8 +121,9 @@ class RankWorld:
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
         self.links = [RankLink(told, arena, silence, pack, start_process=start_process) for arena in arenas]
         self.arenas = arenas
-        given = self.links, self.method, self.table, self.buffers, self.queries, patience
+        given = self.links, self.method, self.table, self.buffers, self.queries
         self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
+        self.steps.max_wait_seconds = patience
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         if not self.by_packs:

@@ -49,9 +49,9 @@ class CacheRankClient(AsyncSelector):
     Args:
         method: Compression method of all requests, with the compressor spade.
         token_table: int32, SGLang's token table with the draft rows.
-        max_wait_seconds: Maximum wait in one step.
 
     Attributes:
+        max_wait_seconds: Maximum wait in one step.
         missed: Missing selections by reason: one per request and selection interval, or per round while the request reads its full KV.
         taken: Number of applied selections; one covers all layers of a request.
         waited: Seconds that steps have waited.
@@ -62,11 +62,10 @@ class CacheRankClient(AsyncSelector):
     in_place = True
 
     def __init__(
-        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        max_wait_seconds: float = WAIT_SECONDS,
-    ):  # fmt: skip
-        self.links, self.buffers = tuple(links), buffers
-        self._method, self._table, self._queries, self.max_wait_seconds = method, token_table, queries, max_wait_seconds
+        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows
+    ):
+        self.links, self.buffers, self.max_wait_seconds = tuple(links), buffers, WAIT_SECONDS
+        self._method, self._table, self._queries = method, token_table, queries
         self.missed: Counter[str] = Counter()
         self.taken, self.waited, self.rows = 0, 0.0, 0
         self.sends_rows = self.links[0].attach.shape.rows

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.client import WAIT_SECONDS, CacheRankClient
+from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
 from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
@@ -92,11 +92,10 @@ class LayerwiseClient(CacheRankClient):
 
     def __init__(
         self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        max_wait_seconds: float = WAIT_SECONDS, timeline: PackTimeline = PackTimeline(None),
+        timeline: PackTimeline = PackTimeline(None),
     ):  # fmt: skip
-        super().__init__(links, method, token_table, buffers, queries, max_wait_seconds)
+        super().__init__(links, method, token_table, buffers, queries)
         self.timeline = timeline
-        self._by_lane: dict[tuple[RankLink, int], RankRequest] = {}
 
     def compile_kernels(self) -> None:
         """See :meth:`AsyncSelector.compile_kernels`. A CPU has none."""
@@ -109,16 +108,11 @@ class LayerwiseClient(CacheRankClient):
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
         """See :meth:`AsyncSelector.must_read_full_kv`."""
-        if self.has_request(row):
-            return False
         free = self.free_blocks()
-        if not free.blocks:
-            reason = self.links[0].down_reason
-        elif free.take(tokens):
+        if self.has_request(row) or free.take(tokens):
             return False
-        else:
-            reason = "memory-full" if any(self.free_blocks().requests) else "no-lane"
-        self.missed[reason] += 1
+        full = "memory-full" if any(free.requests) else "no-lane"
+        self.missed[full if free.blocks else self.links[0].down_reason] += 1
         return True
 
     def observe_step(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> LayerObserver | None:
@@ -141,19 +135,6 @@ class LayerwiseClient(CacheRankClient):
 
     def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`. The observer has done all work."""
-
-    def _open_lease(self, compressed_kv: CompressedRequests, row: int) -> RankRequest:
-        request = super()._open_lease(compressed_kv, row)
-        self._by_lane[request.leases.link, request.lane] = request
-        return request
-
-    def _close_lease(self, row: int) -> None:
-        request = self._requests.get(row)
-        super()._close_lease(row)
-        lane = None if request is None else (request.leases.link, request.lane)
-        if self._by_lane.get(lane) is request is not None:
-            # Otherwise the lane belongs to another request, at a process that started later.
-            del self._by_lane[lane]
 
     def apply(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, deadline: float) -> bool:
         """Apply the selection of a pack if it arrives until ``deadline``, ``time.monotonic`` seconds. Return False if it is late."""
@@ -238,8 +219,9 @@ class LayerwiseClient(CacheRankClient):
         for link in self.links:
             replies, link.replies = link.replies, []
             for reply in replies:
-                request = self._by_lane.get((link, reply.lane))
-                if request is None or request.has_lost_rank or request.unanswered.get(reply.first) != reply.sequence:
+                served = (each for each in self._requests.values() if each.leases.link is link and not each.has_lost_rank)
+                request = next((each for each in served if each.lane == reply.lane), None)
+                if request is None or request.unanswered.get(reply.first) != reply.sequence:
                     continue
                 del request.unanswered[reply.first]
                 pending = request.pending.get(reply.first)

@@ -119,17 +119,17 @@ class SelectionServer:
                 self._store.lease(message)
                 self._answering.forget(message.lane)
             case protocol.Free():
-                for selection_request in self._drop(message.lane):
-                    self._skip(selection_request)
+                for request in self._drop(message.lane):
+                    self._skip(request)
                 self._store.free(message.lane)
 
-    def _on_selection_request(self, selection_request: protocol.SelectionRequest) -> None:
+    def _on_selection_request(self, request: protocol.SelectionRequest) -> None:
         shape = self._memory.shape
-        last = selection_request.first + selection_request.count
-        is_valid = last <= shape.layers and (shape.packs > 1 or selection_request.count == shape.layers) and selection_request.lane < shape.lanes
-        if not is_valid or selection_request.keep > min(selection_request.covered, shape.most):
-            raise ProtocolError(f"{selection_request} goes beyond {shape}")
-        self._announced.append(selection_request)
+        last = request.first + request.count
+        is_valid = last <= shape.layers and (shape.packs > 1 or request.count == shape.layers) and request.lane < shape.lanes
+        if not is_valid or request.keep > min(request.covered, shape.most):
+            raise ProtocolError(f"{request} goes beyond {shape}")
+        self._announced.append(request)
 
     def _append(self, told: protocol.Append) -> None:
         last = max(piece.place for piece in told.pieces)
@@ -139,10 +139,10 @@ class SelectionServer:
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
         """Remove and return the selection requests of a lane."""
-        selection_requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
-        self._announced = deque(each for each in self._announced if each not in selection_requests)
+        requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in requests)
         self._answering.forget(lane)
-        return [self._waiting.pop(key) for key in [*self._waiting] if key[0] == lane] + selection_requests
+        return [self._waiting.pop(key) for key in [*self._waiting] if key[0] == lane] + requests
 
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
@@ -203,9 +203,9 @@ class SelectionServer:
         """Run a batch of one dummy request among ``tokens`` tokens, in the first ``cleared`` slots, with the initial word of lanes."""
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
-        selection_request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
+        request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
         self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
-        prepared = self._answering.prepare([selection_request], [self._word(selection_request)], again=True)
+        prepared = self._answering.prepare([request], [self._word(request)], again=True)
         self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
         prepared.launch()
         self._answering.forget(0)
@@ -226,16 +226,16 @@ class SelectionServer:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _entry(self, selection_request: protocol.SelectionRequest) -> int:
-        return self._memory.shape.entry(selection_request.lane, selection_request.first)
+    def _entry(self, request: protocol.SelectionRequest) -> int:
+        return self._memory.shape.entry(request.lane, request.first)
 
-    def _word(self, selection_request: protocol.SelectionRequest) -> int:
-        return epoch_word(self._epoch, selection_request.sequence)
+    def _word(self, request: protocol.SelectionRequest) -> int:
+        return epoch_word(self._epoch, request.sequence)
 
-    def _skip(self, selection_request: protocol.SelectionRequest | None) -> None:
-        if selection_request is not None:
-            self._memory.skip_requests([(self._entry(selection_request), self._word(selection_request))])
-            self._send(self._build_reply(selection_request, False, 0.0))
+    def _skip(self, request: protocol.SelectionRequest | None) -> None:
+        if request is not None:
+            self._memory.skip_requests([(self._entry(request), self._word(request))])
+            self._send(self._build_reply(request, False, 0.0))
 
     def _answer_next(self) -> None:
         # Keys that arrived with selection requests count in their duration.
@@ -250,7 +250,7 @@ class SelectionServer:
         for _, group in groupby(sorted(map(self._waiting.pop, taken), key=_batch_key), key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
-        newest = {self._entry(selection_request): self._word(selection_request) for selection_request in answered}
+        newest = {self._entry(request): self._word(request) for request in answered}
         passed = [(entry, word) for entry, word in self._unwritten.items() if word > newest.get(entry, 0)]
         if passed:
             # Mark their predecessors as done, so that slots are free again.
@@ -259,36 +259,33 @@ class SelectionServer:
 
     def _next_batch(self) -> list[protocol.SelectionRequest]:
         """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
-        if (
-            not self._on_other_gpu or self._waiting or not self._announced
-            or not isinstance(self._announced[0], protocol.SelectionRequest)
-        ):  # fmt: skip
+        first = self._announced[0] if self._announced else None
+        if not self._on_other_gpu or self._waiting or not isinstance(first, protocol.SelectionRequest):
             return []
-        first = self._announced[0]
-        selection_requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
-        whole = len(selection_requests) == first.together == len({selection_request.lane for selection_request in selection_requests})
-        return selection_requests if whole and len({_batch_key(selection_request) for selection_request in selection_requests}) == 1 else []
+        requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
+        whole = len(requests) == first.together == len({request.lane for request in requests})
+        return requests if whole and len({_batch_key(request) for request in requests}) == 1 else []
 
-    def _answer_ahead(self, selection_requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
+    def _answer_ahead(self, requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
         """Launch a batch ahead of its publication, and take other data that has arrived. Return what was published in time."""
-        words = [self._word(selection_request) for selection_request in selection_requests]
+        words = [self._word(request) for request in requests]
         # Prepare before the device waits: copies from the host would wait for it.
-        inputs, launch = self._answering.prepare(selection_requests, words, again=True)
-        number = epoch_word(self._epoch, selection_requests[0].number)
+        inputs, launch = self._answering.prepare(requests, words, again=True)
+        number = epoch_word(self._epoch, requests[0].number)
         seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
         begun = Mark.now(self._device)
         launch()
         done = Mark.now(self._device)
         written, heads = seen()
         # Use the same words as the device.
-        there = [selection_request for selection_request in selection_requests if written >= number and self._is_published(selection_request, heads)]
+        there = [request for request in requests if written >= number and self._is_published(request, heads)]
         self._announced = deque(each for each in self._announced if each not in there)
         self._pull(written, heads)
         self._send_replies(there, begun, done)
         return there
 
-    def _is_published(self, selection_request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
-        return heads[self._entry(selection_request)][self._word(selection_request) % 2] == self._word(selection_request)
+    def _is_published(self, request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+        return heads[self._entry(request)][self._word(request) % 2] == self._word(request)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
@@ -312,25 +309,23 @@ class SelectionServer:
             self._wait()
             self._send(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
 
-    def _answer(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
+    def _answer(self, requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
         """Answer and return published selection requests of one :func:`_batch_key`. ``begun``: start of their work."""
-        self._answering.prepare(selection_requests, [self._word(selection_request) for selection_request in selection_requests]).launch()
-        self._send_replies(selection_requests, begun, Mark.now(self._device))
-        return selection_requests
+        self._answering.prepare(requests, [self._word(request) for request in requests]).launch()
+        self._send_replies(requests, begun, Mark.now(self._device))
+        return requests
 
-    def _send_replies(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+    def _send_replies(self, requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
         """Wait until selection requests are answered, and send the replies."""
         self._wait()
-        for selection_request in selection_requests:
-            self._send(self._build_reply(selection_request, True, begun.until(done), len(selection_requests)))
+        for request in requests:
+            self._send(self._build_reply(request, True, begun.until(done), len(requests)))
 
-    def _build_reply(
-        self, selection_request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1
-    ) -> protocol.SelectionReply:
-        numbers = selection_request.lane, selection_request.first, selection_request.count, selection_request.sequence
+    def _build_reply(self, request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+        numbers = request.lane, request.first, request.count, request.sequence
         return protocol.SelectionReply(self._epoch, *numbers, chosen, seconds, time.monotonic(), together)
 
 
-def _batch_key(selection_request: protocol.SelectionRequest) -> tuple[int, int]:
+def _batch_key(request: protocol.SelectionRequest) -> tuple[int, int]:
     """Key of the selection requests that can be answered together."""
-    return len(selection_request.positions), selection_request.ahead
+    return len(request.positions), request.ahead

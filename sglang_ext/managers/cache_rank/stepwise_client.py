@@ -24,7 +24,7 @@ import torch
 
 from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.client import WAIT_SECONDS, CacheRankClient
+from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
 from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
@@ -63,10 +63,9 @@ class StepwiseClient(CacheRankClient):
     """
 
     def __init__(
-        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        max_wait_seconds: float = WAIT_SECONDS,
-    ):  # fmt: skip
-        super().__init__(links, method, token_table, buffers, queries, max_wait_seconds)
+        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows
+    ):
+        super().__init__(links, method, token_table, buffers, queries)
         self._side, self._launched, self._since = SideStream(token_table.device), None, 0
         self.interval_tuner = IntervalTuner(method.compressor.every)
         self._device_counters = [ExchangeCounters(link.exchange_buffer.counters) for link in self.links]

@@ -45,22 +45,21 @@ class FreeBlocks:
     Attributes:
         blocks: Free blocks of each cache rank.
         size: Tokens of a block.
-        requests: Number of further requests that each cache rank accepts; None for any number.
+        requests: Number of further requests that each cache rank accepts.
     """
 
     blocks: list[int]
-    size: int = 1
-    requests: list[int] | None = None
+    size: int
+    requests: list[int]
 
     def take(self, tokens: int) -> bool:
         """Reserve memory for a request of ``tokens`` tokens at the rank with the most free blocks. Returns whether it fits."""
-        needed, takes = -(-tokens // self.size), self.requests or [1] * len(self.blocks)
-        most = max((i for i, more in enumerate(takes) if more), key=self.blocks.__getitem__, default=None)
+        needed = -(-tokens // self.size)
+        most = max((i for i, more in enumerate(self.requests) if more), key=self.blocks.__getitem__, default=None)
         if most is None or needed > self.blocks[most]:
             return False
         self.blocks[most] -= needed
-        if self.requests is not None:
-            self.requests[most] -= 1
+        self.requests[most] -= 1
         return True
 
 
@@ -156,7 +155,7 @@ class AsyncSelector(ABC):
 
     def free_blocks(self) -> FreeBlocks:
         """Free memory for requests that were not sent yet."""
-        return FreeBlocks([])
+        return FreeBlocks([], 1, [])
 
     def has_request(self, row: int) -> bool:
         """Whether the request was sent or is being sent, so that it needs no more memory."""

@@ -1,6 +1,5 @@
 """Keys for scoring, exact or quantized to 8 or 4 bits."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,24 +55,8 @@ class KeySpec:
         return heads * (scored + (2 * exact if self.rows else 0))
 
 
-class ScoringKeys(ABC):
-    """Keys of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written."""
-
-    @abstractmethod
-    def write(self, start: int, keys: torch.Tensor) -> None:
-        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
-
-    @abstractmethod
-    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
-
-    @abstractmethod
-    def clear(self, tokens: int) -> None:
-        """Set the first ``tokens`` places to zero."""
-
-
-class ExactKeys(ScoringKeys):
-    """Keys in their own dtype.
+class ExactKeys:
+    """Keys in their own dtype. On a CPU, memory is taken as they are written.
 
     Args:
         sizes: Shape and format of the keys.
@@ -88,19 +71,19 @@ class ExactKeys(ScoringKeys):
         self.keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """Store keys, as :meth:`ScoringKeys.write`."""
+        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
         self.keys[:, start : start + keys.shape[1]] = keys
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Read keys, as :meth:`ScoringKeys.read`."""
+        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
         return self.keys[layer].index_select(0, places)
 
     def clear(self, tokens: int) -> None:
-        """Clear keys, as :meth:`ScoringKeys.clear`."""
+        """Set the first ``tokens`` places to zero."""
         self.keys[:, :tokens].zero_()
 
 
-class QuantizedKeys(ScoringKeys):
+class QuantizedKeys:
     """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/selection/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
@@ -125,12 +108,12 @@ class QuantizedKeys(ScoringKeys):
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """Quantize and store keys, as :meth:`ScoringKeys.write`."""
+        """Quantize and store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
         places = slice(start, start + keys.shape[1])
         self.codes[:, places], self.words[:, places] = self._coded(keys)
 
     def clear(self, tokens: int) -> None:
-        """Clear keys, as :meth:`ScoringKeys.clear`."""
+        """Set the first ``tokens`` places to zero."""
         self.codes[:, :tokens].zero_()
         self.words[:, :tokens].zero_()
 
@@ -148,7 +131,7 @@ class QuantizedKeys(ScoringKeys):
         return QuantizedKeyTensors(self.codes, self.words, self.sizes.group)
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Dequantize keys, as :meth:`ScoringKeys.read`: float32."""
+        """Dequantize a layer's keys in ``places``, int64 [tokens]: float32 [tokens, kv_heads, dim]."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
         packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
@@ -196,6 +179,6 @@ class KeyQuantizer:
             self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
 
 
-def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ScoringKeys:
+def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ExactKeys | QuantizedKeys:
     """Create storage for the keys of ``tokens`` tokens."""
     return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)

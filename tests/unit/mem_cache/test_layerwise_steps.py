@@ -31,7 +31,8 @@ def ranked_views():
     attach = protocol.Attach(protocol.VERSION, 1, shape, 16, compressed_kv.buffers.scaling, "current", 4, 32, rotary)
     link = RankLink(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
     link._start_process = ScriptedRank
-    client = LayerwiseClient([link], compressed_kv.methods[0], compressed_kv.token_table, compressed_kv.buffers, compressed_kv.queries, 0.0)
+    client = LayerwiseClient([link], compressed_kv.methods[0], compressed_kv.token_table, compressed_kv.buffers, compressed_kv.queries)
+    client.max_wait_seconds = 0.0
     compressed_kv.async_selector = client
     keep(range(100, COVERED), 1)
     return compressed_kv, client, link
