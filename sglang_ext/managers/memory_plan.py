@@ -16,7 +16,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.common import first_attention_layer, attention_scaling
+from sglang_ext.layers.forward import first_attention_layer, attention_scaling
 from sglang_ext.layers.kernels.gpu_launch import capability
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
@@ -276,7 +276,7 @@ class MemoryPlanner:
         return PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, self.paging.every)
 
     def _workspaces(self, requests: int) -> int:
-        """Bytes of the workspaces in verify_attention.py, verify_flashinfer.py and verify_fa3.py."""
+        """Bytes of the workspaces in verify_attention.py, and of fa3."""
         args, model = self.args, self.model
         if not self.on_gpu or args.kv_mode == "lossy":
             return 0

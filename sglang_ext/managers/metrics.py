@@ -130,9 +130,10 @@ class KVMetrics:
         """Report the seconds of a round's parts."""
         if not self._gauges:
             return
-        parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.whole / spent.num_plain_steps}
+        parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.plain_step}
         for part, seconds in parts.items():
-            self._set_total("round_seconds", seconds, part)
+            if seconds is not None:
+                self._set_total("round_seconds", seconds, part)
 
     def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
         """Set the gauges of drafting, by name. A figure that is None becomes 0."""

@@ -13,8 +13,8 @@ from sglang_ext.config import options
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.packed import integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang_ext.config import selection_options
 from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.common import attention_scaling, first_attention_layer, is_attention
+from sglang_ext.layers.forward import attention_scaling, first_attention_layer, is_attention
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout, ExchangedRowLayout, PlainSlots
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

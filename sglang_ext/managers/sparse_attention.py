@@ -49,7 +49,7 @@ class SparseAttention(Feature):
         paging = planner.paging
         if paging is None:
             return 0
-        from sglang_ext.layers.kernels.selection.quest_pages import scratch_bytes
+        from sglang_ext.layers.kernels.quest_pages import scratch_bytes
 
         decode = self.args.cuda_graph_config.decode
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, MarkedTokens
-from sglang_ext.layers.kernels.selection.exact_logits import logits_dtype
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
+from sglang_ext.layers.kernels.key_scores import logits_dtype
 from sglang_ext.layers.kernels import row_exchange
 from sglang_ext.layers.kernels.row_exchange import move_newest
 from sglang_ext.managers.cache_rank import protocol

@@ -24,12 +24,8 @@ import torch
 from sglang_ext.device import SideStream
 from sglang_ext.layers.attention.per_head import pointer_split_counts
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
-from sglang_ext.layers.kernels.selection.quest_pages import (
-    QUEST_GRIDS,
-    QuestGrid,
-    point_at_best_pages,
-)
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts
+from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, QuestGrid, point_at_best_pages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
 from sglang_ext.mem_cache.compressed.layouts.pointers import (

@@ -28,7 +28,7 @@ from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
 from sglang_ext.mem_cache.selection.scoring import mark_always, top_tokens
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class SelectionRunner:
 
     def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
         """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         form, queries = inputs.form, self._queries(inputs)
         # Upper bounds; the exact lengths are on the device.

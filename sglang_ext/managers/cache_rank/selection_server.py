@@ -212,7 +212,7 @@ class SelectionServer:
 
     def _warm_up_lengths(self, cleared: int) -> None:
         """Run one selection for each context length with another kernel, so that no request waits for a compiler or for loading."""
-        from sglang_ext.layers.kernels.selection.select_tokens import compile_ahead, kernel_lengths
+        from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
 
         longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
         compile_ahead(self._store.buffers.keys[0], self._memory.shape.query_heads, always, longest)

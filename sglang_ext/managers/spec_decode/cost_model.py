@@ -68,8 +68,10 @@ class RoundTimes(NamedTuple):
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
         drafting: Seconds of all draft steps, from the moment when the first one is prepared.
         whole: Seconds of the round without ``compressing``, up to the next round.
-        later_steps: Seconds of the draft steps after the first one; None if there are none.
+        later_steps: Seconds of the steps after the first one; None if there are none.
         num_rounds: Number of rounds that are added up.
+        follows_drafts: Whether the round before had draft steps. Then the device waits while the host plans this round. In plain decoding
+            the host plans a round while the device computes the one before.
     """
 
     num_draft_steps: int
@@ -79,6 +81,14 @@ class RoundTimes(NamedTuple):
     whole: float
     later_steps: float | None = None
     num_rounds: int = 1
+    follows_drafts: bool = False
+
+    @property
+    def plain_step(self) -> float | None:
+        """Seconds of a step of plain decoding. None if the round has none that did not wait for the host."""
+        if not self.follows_drafts:
+            return self.whole / self.num_plain_steps
+        return None if self.later_steps is None else self.later_steps / (self.num_plain_steps - 1)
 
     @property
     def draft_step(self) -> float:
@@ -252,8 +262,8 @@ class RoundCosts:
     def observe(self, load: BatchLoad, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
         if not spent.num_draft_steps:
-            if spent.whole > 0:
-                self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.whole / spent.num_plain_steps))
+            if spent.plain_step:
+                self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.plain_step))
                 self._base = ForwardTimeModel.fitted(self.plain_step_times.sizes, self.plain_step_times.seconds)
             return
         if load.uncompressed:

@@ -29,16 +29,18 @@ class RoundMarks:
     Attributes:
         plan: Plan of the round.
         load: Load of its batch.
+        follows_drafts: Whether the round before had draft steps.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
-        first_step: The first draft step is done; None if no other follows.
-        drafted: The last draft step is done.
+        first_step: The first step is done; None if no other follows.
+        drafted: The last step is done.
         ended: The round is done.
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
     plan: "RoundPlan"
     load: BatchLoad
+    follows_drafts: bool
     start: Mark
     planned: Mark
     first_step: Mark | None = None
@@ -82,6 +84,7 @@ class RoundTimer:
     _begun: Mark | None = None
     _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
+    _follows_drafts: bool = False
     _running: RoundMarks | None = None
     _pending: list[RoundMarks] = field(default_factory=list)
     _short_rounds: RoundTimes | None = None
@@ -97,6 +100,7 @@ class RoundTimer:
             The draft length; 0 for plain decoding.
         """
         before = [] if self._running is None else self._running.plan.states
+        self._follows_drafts = self._running is not None and self._running.plan.num_draft_steps > 0
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
@@ -123,7 +127,7 @@ class RoundTimer:
 
     def on_planned(self, plan: "RoundPlan") -> None:
         """Record that drafting begins. The round may have fewer draft steps than were chosen."""
-        self._running = RoundMarks(plan, self._load, self._begun, Mark.now(self.device))
+        self._running = RoundMarks(plan, self._load, self._follows_drafts, self._begun, Mark.now(self.device))
 
     def on_first_step(self) -> None:
         """Record that the first of several steps was launched."""
@@ -177,7 +181,8 @@ class RoundTimer:
             compressing=0.0 if is_part else planning,
             drafting=timed.planned.until(timed.drafted),
             whole=whole + planning if is_part else whole,
-            later_steps=later_steps if plan.num_draft_steps else None,
+            later_steps=later_steps,
+            follows_drafts=timed.follows_drafts,
         )
 
     @staticmethod

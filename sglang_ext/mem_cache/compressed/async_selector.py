@@ -27,7 +27,7 @@ from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
 
 class QueryWindow(NamedTuple):
@@ -190,7 +190,7 @@ class AsyncSelector(ABC):
 def compile_lengths(method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int) -> None:
     """Compile kernels for all context lengths, so that no compression and no asynchronous selection waits for it. No-op on a CPU."""
     if token_table.is_cuda:
-        from sglang_ext.layers.kernels.selection.select_tokens import compile_ahead
+        from sglang_ext.layers.kernels.select_tokens import compile_ahead
 
         compile_ahead(buffers.keys[0], query_heads, (method.compressor.sinks, method.compressor.recent), token_table.shape[1])
 
@@ -223,7 +223,7 @@ class StreamSelector(AsyncSelector):
 
     def compile_kernels(self) -> None:
         """Compile as :meth:`AsyncSelector.compile_kernels`, with row 0 of the table, which no request has."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         always = self._method.compressor.sinks, self._method.compressor.recent
         compile_lengths(self._method, self._table, self._selector.buffers, self._selector.query_heads)
@@ -284,7 +284,7 @@ class StreamSelector(AsyncSelector):
 
     def _launch_requests(self, compressed_kv: CompressedRequests, windows: Sequence[QueryWindow], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         copies, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
         for window, compressed in zip(windows, copies):

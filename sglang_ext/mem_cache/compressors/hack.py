@@ -19,7 +19,7 @@ class Hack(Quantizer):
     """Asymmetric integers in partitions: of channels of one token's keys, and of tokens of one channel's values.
 
     Partitions are along the inner dimension of attention's products. A partition's product is therefore one of integers, which scales,
-    zero points and sums of codes complete (equation 4; layers/kernels/hack/product.py). Tokens that do not fill a partition of values
+    zero points and sums of codes complete (equation 4; layers/kernels/packed/integer_attention.py). Tokens that do not fill a partition of values
     stay exact until they do (requantization elimination).
 
     Attributes:

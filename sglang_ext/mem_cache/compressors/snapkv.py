@@ -75,7 +75,7 @@ def window_attention_all(context: ContextKV) -> torch.Tensor | None:
     buffers = context.buffers
     if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
         return None
-    from sglang_ext.layers.kernels.window_scores import window_scores
+    from sglang_ext.layers.kernels.key_scores import window_scores
 
     place = buffers.key_table, buffers.keys[0], context.slots
     return window_scores(context.queries, *place, context.query_positions, buffers.scaling[0])

@@ -62,7 +62,7 @@ class Spade(Compressor):
 
     def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
         """Positions in a whole context, with at least one query: int64 [layers, kv_heads, count], ascending."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
         from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
         tokens, queries = len(context.slots), context.queries.transpose(1, 2)

@@ -66,7 +66,7 @@ class PageChecksums:
         """Checksums of the pages in ``slots``, int64 [pages * page_size]: int64 [pages], on the buffers' device."""
         buffers = self.buffers
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.pages import page_checksum
+            from sglang_ext.layers.kernels.kv_copies import page_checksum
 
             words = as_words(buffers.keys[0], SUMMED_WORD)
             tables = buffers.key_table, buffers.value_table

@@ -12,7 +12,7 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
 from sglang_ext.mem_cache.compressors.plain_int import PlainInt
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
+    from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
 EXACT = SCORE_BITS[0]
 """Bits of unchanged keys."""
@@ -84,7 +84,7 @@ class ExactKeys:
 
 
 class QuantizedKeys:
-    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/selection/quantized_keys.py.
+    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.
@@ -126,7 +126,7 @@ class QuantizedKeys:
     @property
     def of_kernels(self) -> "QuantizedKeyTensors":
         """The tensors in the form that the selection kernels take."""
-        from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
+        from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
         return QuantizedKeyTensors(self.codes, self.words, self.sizes.group)
 
@@ -170,7 +170,7 @@ class KeyQuantizer:
         if not len(slots):
             return
         if slots.is_cuda:
-            from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys
+            from sglang_ext.layers.kernels.quantized_keys import quantize_keys
 
             quantize_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
             return

@@ -206,9 +206,24 @@ class Machine:
 def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine = Machine(monkeypatch)
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
+    for _ in range(2):
+        machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     assert [pytest.approx(tuple(spent)[:5]) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
+
+
+def test_the_wait_for_the_plan_of_a_plain_round_between_drafts_is_not_a_plain_step(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2, first=0.8)
+    machine.iterate(0, planning=0.1, drafting=1.5, rest=0.2, first=0.8)
+    assert [spent.plain_step for spent in machine.times()[1:]] == [pytest.approx(0.7), pytest.approx(0.9)]
+
+
+def test_a_single_plain_step_between_drafts_has_no_time(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2)
+    assert machine.times()[1].plain_step is None
 
 
 def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):

@@ -24,7 +24,7 @@ OF_FEATURES = (
     *("managers.kv_transfer", "managers.kv_offload", "managers.cache_rank", "managers.quantized_attention", "managers.sparse_attention"),
     *("mem_cache.host_tier", "mem_cache.selection.on_gpu", "mem_cache.compressed.async_selector"),
     *("mem_cache.prefix_cache.quantized_only", "mem_cache.prefix_cache.remote_only", "mem_cache.prefix_cache.residency"),
-    *("layers.attention.compressed", "layers.kernels.packed", "layers.kernels.hack", "layers.kernels.gluon", "layers.kernels.lynx"),
+    *("layers.attention.packed", "layers.attention.per_head", "layers.kernels.packed", "layers.kernels.gluon", "layers.kernels.lynx"),
 )
 
 

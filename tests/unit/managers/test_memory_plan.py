@@ -11,10 +11,9 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.selection import quest_pages
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels import quest_pages
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers import memory_plan
 from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes
@@ -337,7 +336,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
     packed = tuple(replace(each, quantizer=replace(each.quantizer, partition=partition)) for each in made.served.methods)
     made = replace(made, served=replace(made.served, methods=packed))
     of_keys = 2 * PromptCodes.token_bytes(128, 128, partition)
-    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left.parts) // len(batch.queries)
+    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left) // len(batch.queries)
     assert made.plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + of_queries)
 
 

@@ -9,8 +9,8 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels.selection import select_tokens
-from sglang_ext.layers.kernels.selection.select_tokens import kernel_lengths
+from sglang_ext.layers.kernels import select_tokens
+from sglang_ext.layers.kernels.select_tokens import kernel_lengths
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks, StreamSelector, compile_lengths

@@ -132,11 +132,7 @@ def write_rooms(
     DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     LIKE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Write pages to host memory. The residuals' bits are ORed into zeros.
-
-    Args:
-        heads: int32, first unit of each tile's bits, in the order of ``count_bits``' units.
-    """
+    """Write pages to host memory. The residuals' bits are ORed into zeros. ``heads``: int32, first unit of each tile's bits."""
     page = tl.program_id(2)
     number, pool = _buffer(key_table, value_table, LAYERS, LIKE)
     row, channel = _tile(BLOCKS)

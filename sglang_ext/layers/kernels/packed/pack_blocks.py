@@ -191,14 +191,8 @@ def pack_tiles(
 ):  # fmt: skip
     """Pack ``BLOCKS`` blocks of one head, whose scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
-    Args:
-        bounds: The quantizer's bounds.
-        seeds: Seeds of the tokens in ``sources``.
-        layers: Numbers of the layers in the model.
-        lane: Noise lane of layer 0 and the first head.
-        PART: Channels that are rotated at a time. Below ``DIM``, the rotation is read again for each block.
-        FINDING: The quantizer's ``finding``.
-        SUMS: Whether blocks hold sums of codes.
+    ``bounds`` and FINDING are the quantizer's. ``layers`` are the layers' numbers in the model, ``lane`` is the noise lane of layer 0 and the
+    first head. PART channels are rotated at a time; below DIM, the rotation is read again for each block. SUMS: blocks hold sums of codes.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -259,14 +253,10 @@ def pack_blocks(
     targets: torch.Tensor,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Do what :meth:`Packing.write` does, if :func:`can_pack` holds. Does not wait for the device.
+    """Do what :meth:`Packing.write` does, with its arguments, if :func:`can_pack` holds. Does not wait for the device.
 
-    Unused bytes of cells keep their content. PyTorch writes zeros there.
-
-    Args:
-        packing, kept, sources, seeds: As in :meth:`Packing.write`.
-        buffers: As in :meth:`Packing.write`. All layers have the same shape, strides and dtype.
-        targets: As in :meth:`Packing.write`. None of them is a source.
+    Unused bytes of cells keep their content. PyTorch writes zeros there. All layers of ``buffers`` have the same shape, strides and dtype. None
+    of ``targets`` is a source.
     """
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)

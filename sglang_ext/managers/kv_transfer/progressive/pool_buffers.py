@@ -17,7 +17,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
 from sglang_ext.layers.kernels.lynx.layout import PageTensors
-from sglang_ext.layers.kernels.pages import gather_rows, has_whole_words, scatter_rows
+from sglang_ext.layers.kernels.kv_copies import gather_rows, has_whole_words, scatter_rows
 from sglang_ext.managers.kv_transfer.link_settings import LinkError
 from sglang_ext.managers.kv_transfer.wire import LayerRange
 

@@ -74,7 +74,7 @@ class Pointers:
             seeds: Unused.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed_kv import write_pointers
+            from sglang_ext.layers.kernels.kv_copies import write_pointers
 
             write_pointers(buffers.key_table, buffers.keys[0], kept, sources, targets)
             return

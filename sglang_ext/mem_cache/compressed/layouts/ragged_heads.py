@@ -104,7 +104,7 @@ class RaggedHeadLayout(KVLayout):
             targets: int64, slots of the compressed KV, disjoint from ``sources``.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed_kv import scatter_cells
+            from sglang_ext.layers.kernels.kv_copies import scatter_cells
 
             tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
             scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)

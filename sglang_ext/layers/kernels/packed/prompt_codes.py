@@ -12,6 +12,7 @@ zero points remains.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import triton
@@ -42,11 +43,9 @@ class PromptBatch:
 
     Attributes:
         packing: Defines the codes.
-        table: int32 [rows, width], SGLang's token table.
-        rows: Row of each request in ``table``.
-        known: Tokens of each request before the computed ones.
-        lengths: Tokens of each request, including the computed ones.
-        seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/rounding.py). None rounds to the nearest code.
+        table, rows: int32 [rows, width], SGLang's token table, and the row of each request.
+        known, lengths: Tokens of each request before the computed ones, and including them.
+        seeds: int32 [tokens] by row, seeds of a request's tokens (layouts/rounding.py).
         stored: By row, int64 slots of a request's first blocks that are stored in the pool. They are not computed from full KV.
     """
 
@@ -55,7 +54,7 @@ class PromptBatch:
     rows: Sequence[int]
     known: Sequence[int]
     lengths: Sequence[int]
-    seeds: Mapping[int, torch.Tensor] | None
+    seeds: Mapping[int, torch.Tensor]
     stored: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -90,15 +89,12 @@ class PromptBatch:
         return to_device(flat, self.table.device, torch.int32).view(7, len(self.rows))
 
     @cached_property
-    def flat_seeds(self) -> torch.Tensor | None:
+    def flat_seeds(self) -> torch.Tensor:
         """Seeds of all requests' tokens, int32 [tokens], one request after another."""
-        if self.seeds is None:
-            return None
         return torch.cat([self.seeds[row][:length] for row, length in zip(self.rows, self.lengths)])
 
 
-@dataclass(frozen=True)
-class PromptCodes:
+class PromptCodes(NamedTuple):
     """Codes of one layer's keys and values of whole blocks, one request after another. ``tokens`` is the number of all tokens.
 
     Attributes:
@@ -160,11 +156,6 @@ class PromptCodes:
         count = dim // partition
         return dim + 4 * count + 2 * padded_terms(count) + value_dim + (4 + 2 * ZEROS.value) * value_dim // partition
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors in the order of the kernels' arguments."""
-        return self.keys, self.key_scales, self.key_terms, self.values, self.value_scales, self.value_zeros
-
 
 def padded_terms(count: int) -> int:
     """Columns of the terms of ``count`` partitions, padded for a float16 product."""
@@ -199,10 +190,8 @@ def quantize_prompts(
     row = tl.load(requests + request).to(tl.int64)
     slot = tl.load(table + row * table_row + place).to(tl.int64)
     first = (tl.load(requests + 4 * count + request) + block) * BLOCK
-    noise = tl.full((BLOCK, DIM), 0.5, tl.float32)
-    if drawn is not None:
-        seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
-        noise = token_noise(seeds, key_lane + 2 * tl.program_id(1), DIM)
+    seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
+    noise = token_noise(seeds, key_lane + 2 * tl.program_id(1), DIM)
     numbers = tl.load(keys + head * key_head + (slot * key_slot)[:, None] + channel[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (BLOCK, 1, COUNT, PARTITION))
     found, scale, zero = quantize_stochastic(groups, tl.reshape(noise, (BLOCK, 1, COUNT, PARTITION)), (1 << BITS) - 1)
@@ -224,10 +213,8 @@ def quantize_prompts(
     at = terms + (head * tokens + first + token)[:, None] * COLUMNS + rest[None, :]
     tl.store(at, tl.zeros((BLOCK, COLUMNS), tl.float16), mask=(rest >= COUNT * TERMS)[None, :])
     column, step = tl.arange(0, VALUE_DIM), tl.arange(0, PARTS)
-    noise = tl.full((BLOCK, VALUE_DIM), 0.5, tl.float32)
-    if drawn is not None:
-        seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
-        noise = token_noise(seeds, value_lane + 2 * tl.program_id(1), VALUE_DIM)
+    seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
+    noise = token_noise(seeds, value_lane + 2 * tl.program_id(1), VALUE_DIM)
     numbers = tl.load(values + head * value_head + (slot * value_slot)[:, None] + column[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (PARTS, PARTITION, VALUE_DIM, 1))
     found, scale, zero = quantize_stochastic(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
@@ -252,12 +239,9 @@ def quantize_prompts(
 
 
 def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
-    """Quantize the whole blocks of prompts in one layer. Does not wait for the device.
+    """Quantize the whole blocks of prompts in one layer, with buffers [slots, kv_heads, dim]. Does not wait for the device.
 
-    Args:
-        prompts: The prompts.
-        keys, values: The layer's buffers, [slots, kv_heads, dim].
-        layer, first_head: Indices in the model. They determine the rounding noise.
+    ``layer`` and ``first_head``, indices in the model, determine the rounding noise.
     """
     packing = prompts.packing
     made = PromptCodes.empty(packing, keys.shape[1], prompts.total, keys.device)
@@ -265,7 +249,7 @@ def prompt_codes(prompts: PromptBatch, keys: torch.Tensor, values: torch.Tensor,
         return made
     lanes = [rounding.lane(layer, first_head, is_value) for is_value in (False, True)]
     quantize_prompts[(max(prompts.blocks), keys.shape[1], len(prompts.rows))](
-        keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.flat_seeds, *lanes, *made.parts,
+        keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.flat_seeds, *lanes, *made,
         prompts.total, *keys.stride()[:2], *values.stride()[:2], DIM=packing.keys.dim, VALUE_DIM=packing.values.dim,
         PARTITION=packing.keys.grid.channels, BLOCK=packing.block_tokens, SINKS=packing.sinks, BITS=packing.keys.bits,
         COLUMNS=made.key_terms.shape[2], num_warps=WARPS[packing.block_tokens], enable_fp_fusion=False,

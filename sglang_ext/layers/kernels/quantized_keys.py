@@ -20,8 +20,7 @@ import triton.language as tl
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
-from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.layers.kernels.selection.exact_logits import (
+from sglang_ext.layers.kernels.key_scores import (
     CHUNK,
     LEAST,
     PITCH,
@@ -32,7 +31,8 @@ from sglang_ext.layers.kernels.selection.exact_logits import (
     load_pair,
     store_chunk_normalizers,
     update_normalizers,
-)  # fmt: skip
+)
+from sglang_ext.layers.kernels.packed import packed_decode
 
 # Keys, each of one token and head, that a program quantizes.
 ROWS = 16
@@ -249,11 +249,7 @@ class QuantizedKeyTensors:
     group: int
 
     def compute_logits(self, queries: torch.Tensor, asked: LogitsRequest) -> None:
-        """Compute logits and their normalizers, like :func:`compute_exact_logits`.
-
-        Args:
-            queries: float32 [requests, layers, query_heads, head_dim].
-            asked: The requests and layers, and the output tensors.
+        """Compute logits and their normalizers, like :func:`compute_exact_logits`, from float32 [requests, layers, query_heads, head_dim].
 
         Raises:
             OptionError: The GPU has no integer products, or no tiles of such heads fit.

@@ -15,8 +15,8 @@ from math import log2
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.hack.integer_attention import LAST_CODE, quantize_8bit
-from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
+from sglang_ext.layers.kernels.packed.integer_attention import LAST_CODE, quantize_8bit
+from sglang_ext.layers.kernels.packed.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
 # Adding ROUNDING rounds a float32 from 0 to 255. The bits of the sum are ROUNDED plus the rounded number. The lowest byte is its code,
 # an int8 that is SHIFT less.
@@ -44,7 +44,7 @@ def _exact_step(
     slot = tl.load(table + token, mask=token < end, other=0).to(tl.int64)
     k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :])
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        # Masked scores are far below all others.
+    # Masked scores are far below all others.
     qk = tl.where((token < end)[None, :] & (token[None, :] <= place[:, None]), qk, -1e30)
     best, rescale, p, total = _step(qk, best, total)
     v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :])
@@ -129,12 +129,9 @@ def prefill_tiles(
 ):  # fmt: skip
     """Attend for M rows of a block of one request. Blocks that read most are scheduled first.
 
-    Args:
-        blocks: Blocks with codes, of all requests.
-        scaling: Factor on query-key products, times log2(e).
-        left: None, or buffers for another kernel that attends to codes (gluon/prefill_codes.py): int8 query codes, their scales, their
-            terms, and the log2 of the sum of exact tokens' weights. ``out`` is then the mean of the exact tokens' values.
-        STORED: Read the stored sums of codes. If false, each step computes them.
+    ``blocks``: blocks with codes, of all requests. ``scaling``: factor on query-key products, times log2(e). ``left``: None, or
+    ``PrefillQueryCodes`` for another kernel that attends to codes; ``out`` is then the mean of the exact tokens' values. STORED: read the
+    stored sums of codes; otherwise each step computes them.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     # One load gives each thread one scale. Otherwise each thread would load the scales of all its scores.

@@ -1,24 +1,92 @@
-"""Softmax over one split of a row that begins with packed partitions: the kernel that packed_decode.py launches for integer products.
+"""Attention to packed partitions as integer products (HACK, arXiv 2502.03589).
 
-A step is one partition of values, with as many tokens. Scores are products of key codes and query codes, one for each partition of
-channels. The weights of a step are quantized too, and their product with value codes is again an integer product (HACK, arXiv
-2502.03589, equation 4). The scales, the zero points and the sums of a step are in one cell each, because there are as many as channels.
+A product of two quantized matrices is computed from their codes (equation 4). The inner dimension is divided into partitions. In each
+partition, a row of either matrix is ``scale * code + zero``, so that a product of two rows is
 
-Numbers are quantized to 8 bits as ``quantize_partitions`` of product.py does, inside the kernels, and for queries before a kernel.
+    s_a s_b sum(a' b')  +  z_b s_a sum(a')  +  z_a s_b sum(b')  +  P z_a z_b
+
+Only the first sum is over products of codes, an integer product. The sums of codes in the other terms are stored beside the codes
+(summation elimination). The result equals that of the dequantized rows, except for float32 rounding. :func:`product` computes it in
+PyTorch.
+
+:func:`integer_splits` is the kernel that packed_decode.py launches: softmax over one split of a row that begins with packed partitions. A
+step is one partition of values, with as many tokens. Scores are products of key codes and query codes, one for each partition of
+channels. The weights of a step are quantized too. The scales, the zero points and the sums of a step are in one cell each, because there
+are as many as channels.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, scaled_queries, softmax_step, store_split
-from sglang_ext.layers.kernels.hack import product
 from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic
 
-SMALLEST_SCALE = tl.constexpr(product.SMALLEST_SCALE)
-FIRST_CODE, LAST_CODE = tl.constexpr(product.FIRST_CODE), tl.constexpr(product.LAST_CODE)
+# Codes of rows that are quantized for one product: 8 bits, from the smallest int8 on.
+LAST_CODE, FIRST_CODE = tl.constexpr(255), tl.constexpr(-128)
+# The smallest scale. Numbers that hardly differ all get the first code.
+SMALLEST_SCALE = tl.constexpr(1e-30)
 # Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
 ROUNDING = tl.constexpr(1.5 * 2**23)
+
+
+class Partitioned(NamedTuple):
+    """Quantized rows: ``scale * code + zero``, in partitions along the last dimension. The last partition may be shorter.
+
+    Attributes:
+        codes: int8 [..., rows, length].
+        scale, zero, sums: float32 [..., rows, partitions]; ``sums`` are of each partition's codes, integers.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    sums: torch.Tensor
+
+
+def quantize_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
+    """Quantize rows, for example queries or softmax weights, to 8 bits, rounded to the nearest code.
+
+    Args:
+        rows: float32 [..., rows, length], finite.
+        partition: Numbers that share a scale. The last partition may have fewer.
+        from_zero: The first code means 0, not the partition's minimum. Numbers must not be negative. Softmax weights of prompts use it,
+            because their kernel computes no minimum.
+    """
+    length = rows.shape[-1]
+    # The last number pads the last partition. That changes no range.
+    filled = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], -length % partition)], -1).unflatten(-1, (-1, partition))
+    least, most = filled.amin(-1, keepdim=True), filled.amax(-1, keepdim=True)
+    if from_zero:
+        least = torch.zeros_like(least)
+    scale = ((most - least) * (1 / LAST_CODE.value)).clamp(min=SMALLEST_SCALE.value)
+    codes = ((filled - least) * (1 / scale)).round().clamp(0, LAST_CODE.value) + FIRST_CODE.value
+    codes = codes.flatten(-2)[..., :length]
+    zero = (least - scale * FIRST_CODE.value).squeeze(-1)
+    return Partitioned(codes.to(torch.int8), scale.squeeze(-1), zero, _split(codes, partition).sum(-1))
+
+
+def product(left: Partitioned, right: Partitioned, partition: int) -> torch.Tensor:
+    """Products of each row of ``left`` with each row of ``right``: float32 [..., rows of left, rows of right].
+
+    A row of ``right`` is a column of the second matrix. ``partition``: numbers that share a scale, at most 128; the last may have fewer.
+    """
+    length = left.codes.shape[-1]
+    # A sum of 128 int8 products is below 2 ** 24, so float32 holds it exactly.
+    first, second = (_split(part.codes.float(), partition).transpose(-2, -3) for part in (left, right))
+    integers = first @ second.mT
+    scaled = (integers * left.scale.mT[..., None] * right.scale.mT[..., None, :]).sum(-3)
+    sizes = torch.full_like(left.scale[..., 0, :], partition)
+    sizes[..., -1] -= -length % partition
+    of_left = left.scale * left.sums + left.zero * sizes[..., None, :]
+    return scaled + of_left @ right.zero.mT + left.zero @ (right.scale * right.sums).mT
+
+
+def _split(codes: torch.Tensor, partition: int) -> torch.Tensor:
+    """Divide the last dimension into partitions, padded with 0: [..., rows, partitions, partition]."""
+    return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % partition)).unflatten(-1, (-1, partition))
 
 
 @triton.jit
@@ -52,12 +120,7 @@ def _query_codes(
 
 
 def query_codes(queries: torch.Tensor, partition: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize queries to 8 bits, in partitions along their channels.
-
-    Args:
-        queries: [requests, heads, dim], contiguous. ``dim`` is a multiple of the partition.
-        partition: Channels that share a scale.
-        scaling: Factor on the queries.
+    """Quantize queries, contiguous [requests, heads, dim], times ``scaling``, to 8 bits, in partitions along their channels.
 
     Returns:
         Codes, int8, shaped like ``queries``, and float32 [3, requests, heads, partitions]. These are the scales, the zero points, and the
@@ -98,12 +161,8 @@ def _scores(
 ):  # fmt: skip
     """Products of a step's keys with the queries: float32 [tokens, rows].
 
-    Args:
-        q: Query codes, by WIDTH channels.
-        scales, zeros, rests: Query parameters, by partition.
-        raw: Key bytes, by WIDTH channels.
-        numbers: The keys' scales and zero points.
-        sums_at: The keys' sums. Used if STORED; otherwise the sums are computed.
+    Query codes ``q`` and key bytes ``raw`` are by WIDTH channels, query parameters ``scales``, ``zeros`` and ``rests`` by partition. Sums of
+    codes are read at ``sums_at`` if STORED, else computed.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     PART: tl.constexpr = DIM * BITS // 8
@@ -137,11 +196,7 @@ def _scores(
 def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
     """The weighted values of a step: float32 [rows, channels].
 
-    Args:
-        p: Weight codes, int8 [rows, tokens].
-        p_scale, p_zero, p_rest: Parameters of the weights, [rows, 1].
-        codes: Value codes, int8 [tokens, channels].
-        scale, zero, sums: Parameters of the values, float32 [channels].
+    Codes are int8: ``p``, [rows, tokens], with parameters [rows, 1], and ``codes``, [tokens, channels], with parameters [channels], float32.
     """
     scaled = tl.dot(p, codes, out_dtype=tl.int32).to(tl.float32) * p_scale * scale[None, :]
     return scaled + p_rest * zero[None, :] + p_zero * (scale * sums)[None, :]

@@ -89,8 +89,7 @@ def _orders(found, place, count, FIRST: tl.constexpr, NEWEST: tl.constexpr):
 
 @triton.jit
 def _guess(total, squares, count, chosen, TRIALS: tl.constexpr):
-    """Return the first trial bound and the step, as integers near the lowest selected bound, assuming that bounds are normally
-    distributed."""
+    """Return the first trial bound and the step, as integers near the lowest selected bound of normally distributed bounds."""
     mean = total / count
     spread = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     share = (chosen - 0.5) / count
@@ -121,8 +120,7 @@ def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.constexpr, BITS: tl.constexpr):
-    """Narrow the range of the lowest selected order, given that ``several`` pages are at or above the trials. Return also the next
-    trials.
+    """Narrow the range of the lowest selected order, given that ``several`` pages are at or above the trials. Return also the next trials.
 
     Steps grow from the guess on until both ends are known. Then trials divide the range.
     """
@@ -142,8 +140,7 @@ def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.
 
 @triton.jit
 def _list_best(order, low, high, need, better_before, equal_before, listed, slot):
-    """List the slots, ``slot``, of the pages of the highest orders: all at ``high`` or above, and the first ``need`` at ``low`` or
-    above."""
+    """List the slots, ``slot``, of pages of the highest orders: all at ``high`` or above, and the first ``need`` at ``low`` or above."""
     better = (order >= high).to(tl.int32)
     equal = ((order >= low) & (order < high)).to(tl.int32)
     # Both counts in one integer, 16 bits each.
@@ -172,9 +169,9 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head with bounds in registers. Each count synchronizes all threads, so few are made.
+    """List the best pages of a head with bounds in registers. ``zero`` is 0, which the compiler cannot know.
 
-    ``zero`` is 0, which the compiler cannot know.
+    Each count synchronizes all threads, so few are made.
     """
     # Hides the order from the compiler. Otherwise a thread reads several bounds and lists its pages one by one, after a layout
     # conversion.
@@ -348,13 +345,7 @@ def _width(pages: int) -> int:
 
 
 def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
-    """Scratch bytes of :func:`point_at_best_pages`: bounds of pages, and slots of the best.
-
-    Args:
-        requests, heads: Requests and KV heads of a launch.
-        tokens: Tokens in a row of the token table.
-        page: Tokens of a page.
-    """
+    """Scratch bytes of :func:`point_at_best_pages`, bounds of pages and slots of the best, for rows of ``tokens`` tokens."""
     return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
 
 
@@ -380,8 +371,7 @@ def point_at_best_pages(
         cells: A layer's keys as pointers, int32 [slots, kv_heads, pointers].
         token_table: int32 [2 * rows, width]. The first half has the contexts, with whole pages. The second half has, at the same index,
             the slots that hold their pointers.
-        rows: int64 [requests], rows of the table; each at most once, except rows without pointers.
-        lengths: int64 [requests], slots of each row.
+        rows, lengths: int64 [requests], rows of the table, each at most once except rows without pointers, and slots of each.
         cut: Division into programs.
 
     Returns:

@@ -3,7 +3,7 @@
 The score of a token is the softmax attention of the queries to it, mean over the query heads of its KV head (AsyncSpade, section 4.3).
 The first and the newest tokens are always selected. Keys are read once. Three kernels run:
 
-1. Compute the logits, and normalizers of each chunk of the context (exact_logits.py).
+1. Compute the logits, and normalizers of each chunk of the context (key_scores.py).
 2. Mark the tokens with the highest scores.
 3. Write the marked tokens.
 
@@ -22,19 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.selection.exact_logits import (
-    CHUNK,
-    LEAST,
-    PITCH,
-    VARYING,
-    LogitsRequest,
-    compute_exact_logits,
-    load_pair,
-    logits_dtype,
-)
+from sglang_ext.layers.kernels.key_scores import CHUNK, LEAST, PITCH, VARYING, LogitsRequest, compute_exact_logits, load_pair, logits_dtype
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
+    from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
 # Scores in memory that are counted at once, and subdivisions of the range per pass.
 COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)
@@ -75,7 +66,8 @@ def score_bit_patterns(
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Return the bits of the mean attention to TOKENS tokens of a context; their order is that of the scores. The first and newest tokens
-    get infinity's bits, tokens beyond the end -1."""
+    get infinity's bits, tokens beyond the end -1.
+    """
     score = tl.zeros((TOKENS,), tl.float32)
     for row in tl.static_range(GROUP):
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
@@ -200,10 +192,7 @@ def write_marked_tokens(
     marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
     head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write the marked tokens of part of a context for a KV head, after those of earlier parts.
-
-    Writes positions, or with PER_SLOT pointers in the target slots.
-    """
+    """Write the marked tokens of part of a context for a KV head, after those of earlier parts: positions, or pointers with PER_SLOT."""
     WORDS: tl.constexpr = TOKENS // WORD
     head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
     layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
@@ -259,8 +248,7 @@ class SelectionContexts:
 
 
 def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) -> int:
-    """Scratch bytes of one request's selection in one layer, for a context of ``longest`` tokens; a number of a key has
-    ``number_bytes``."""
+    """Scratch bytes of one request's selection in one layer, for ``longest`` tokens; a number of a key has ``number_bytes``."""
     pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
     of_token = group * min(4, number_bytes) + 4 * (longest > RESIDENT)
     return kv_heads * (pitch * of_token + pitch // 8 + 8 * group * triton.cdiv(longest, CHUNK))
@@ -312,8 +300,7 @@ class MarkedTokens:
     Attributes:
         contexts: Contexts of all requests.
         tables: int64 [all layers], addresses of the layers' key buffers; and one of these buffers, [slots, kv_heads, head_dim].
-        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
-        pairs: Pairs of a layer and a request.
+        where, pairs: As in ``LogitsRequest``.
         group: Query heads that share a KV head.
         logit_buffers: Logits, and maxima and sums of each chunk.
         marks: One bit per token, 32 to a word.

@@ -10,7 +10,7 @@ layers/attention/quantized_prefill.py is the PyTorch version. Each layer has thr
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -20,22 +20,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
 from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, shape_name
-from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, PromptCodes, padded_terms, prompt_codes
+from sglang_ext.layers.kernels.gpu_launch import HOPPER, launch_first_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
+from sglang_ext.layers.kernels.packed.prefill_attention import prefill_tiles
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCodes, padded_terms, prompt_codes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Pipeline stages that shared memory holds, by partition: 185 and 164 KiB.
 STAGES = {64: 8, 128: 4}
-# Major compute capability.
-HOPPER = 9
 NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-@dataclass(frozen=True)
-class PrefillQueryCodes:
+class PrefillQueryCodes(NamedTuple):
     """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
 
     Attributes:
@@ -67,32 +64,18 @@ class PrefillQueryCodes:
         count = dim // partition
         return dim + 4 * count + 2 * padded_terms(count) + 4
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors in the order of the kernels' arguments."""
-        return self.codes, self.scales, self.terms, self.sums
-
 
 def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
     """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
 
-    Args:
-        capability: Compute capability of an NVIDIA GPU; None for other devices.
-        partition: Channels of a key that share a scale.
-        block: Tokens that are packed as one block.
-        group: Query heads that share a KV head.
+    ``capability``: None for devices other than NVIDIA GPUs. ``partition``: channels of a key that share a scale. ``block``: tokens that are
+    packed as one block. ``group``: query heads that share a KV head.
     """
-    return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
+    return capability is not None and capability[0] == HOPPER[0] and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
 
 def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether the kernels support these prompts on their device (:func:`is_supported_shape`).
-
-    Args:
-        prompts: The prompts.
-        queries: [tokens, heads, dim].
-        keys: The layer's buffer, [slots, kv_heads, dim].
-    """
+    """Whether the kernels support prompts of ``queries``, [tokens, heads, dim], and a layer's ``keys``, [slots, kv_heads, dim]."""
     packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
     return is_supported_shape(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
 
@@ -100,11 +83,8 @@ def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor
 def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
     """Add the attention over codes to an output over exact tokens. Does nothing without codes. Does not wait for the device.
 
-    Args:
-        prompts: The prompts.
-        codes: Codes of their whole blocks.
-        left: Query codes from the first kernel.
-        out: [tokens, heads, dim of a value]. Holds the output over exact tokens, and receives the output over all tokens.
+    ``left``: query codes from the first kernel. ``out``: [tokens, heads, dim of a value], holds the output over exact tokens, and receives the
+    output over all tokens.
     """
     if not prompts.total:
         return
@@ -121,7 +101,7 @@ def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQuery
         _box(codes.value_zeros, steps.value_dim, (steps.zeros, steps.value_dim)),
     )  # fmt: skip
     prefill_codes[(prompts.most_blocks * steps.tiles, kv_heads, len(prompts.rows))](
-        *boxes, left.parts, out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
+        *boxes, tuple(left), out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
     )
 
 
@@ -141,13 +121,7 @@ SINK_STEP = 64
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Sizes of one program's work.
-
-    Attributes:
-        rows: Queries.
-        warps: Warps of a program.
-        stages: Pipeline stages of the loads of codes.
-    """
+    """Sizes of one program's work: queries, warps, and pipeline stages of the loads of codes."""
 
     rows: int
     warps: int
@@ -163,11 +137,7 @@ LONG_TILES = (PrefillTile(128, 8, 2), *TILES)
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check that the kernels support the channels and dtypes of a layer.
-
-    Args:
-        packing: How blocks are packed.
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
+    """Check that the kernels support the channels and dtypes of a layer's buffers, [slots, kv_heads, dim].
 
     Raises:
         OptionError: Names the value, the allowed values, and the remedy.
@@ -188,7 +158,7 @@ def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) ->
 def integer_prefill(
     prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
 ) -> torch.Tensor:
-    """Causal attention of prompts' newest tokens. Does not wait for the device.
+    """Causal attention of prompts' newest tokens: [tokens, heads, dim of a value], in the dtype of the queries. Does not wait for the device.
 
     Args:
         prompts: The prompts, and how their codes are computed.
@@ -196,9 +166,6 @@ def integer_prefill(
         keys, values: The layer's buffers, [slots, kv_heads, dim], which contain these tokens.
         layer, first_head: Indices in the model. They determine the rounding noise.
         scaling: Factor on query-key products, positive.
-
-    Returns:
-        [tokens, heads, dim of a value], in the dtype of the queries.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -211,11 +178,10 @@ def attend(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
     stored_sums: bool = True, kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The second part of :func:`integer_prefill`, after the codes are computed. Benchmarks pass the other arguments.
+    """The second part of :func:`integer_prefill`, after the codes are computed.
 
-    Args:
-        stored_sums: As in ``launch_integers`` (packed_decode.py).
-        kernel: The kernel. None selects the specialized kernel if it supports the prompts.
+    Benchmarks pass ``stored_sums``, as in ``launch_integers`` (packed_decode.py), and ``kernel``; None selects the specialized kernel if it
+    supports the prompts.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -249,8 +215,8 @@ def _launch_tiles(
 
     def with_tile(tile: PrefillTile) -> None:
         prefill_tiles[(prompts.most_blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
-            queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
-            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and left.parts, HEADS=kv_heads, GROUP=group,
+            queries, out, keys, values, *codes, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
+            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and tuple(left), HEADS=kv_heads, GROUP=group,
             M=tile.rows, DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block,
             SINKS=sinks, SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
             ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps, STORED=stored_sums,
