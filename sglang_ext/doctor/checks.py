@@ -24,7 +24,7 @@ from sglang_ext.config.options import BACKEND
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
-from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, connect_rank
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
@@ -272,7 +272,7 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     turning = RotaryParameters(frequencies=(1.0,), interleaved=False)
     attach = Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
     try:
-        link = connect_rank(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
+        link = RankLink(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
         link.poll()
         while not link.ready and link.down_reason == "starting" and time.monotonic() < begun + seconds:
             link.wait(0.05)

@@ -190,7 +190,7 @@ class MemoryPlanner:
         return next((method.compressor for method in self.served.methods if method.compressor.in_attention), None)
 
     def _extremes(self, slots: int) -> int:
-        """Bytes of the page extremes of this number of slots, as in page_extremes.py; 0 if there are none."""
+        """Bytes of the page extremes of this number of slots, as in key_derived_data.py; 0 if there are none."""
         model, paging = self.model, self.paging
         page = 0 if paging is None else slots // paging.scoring.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes

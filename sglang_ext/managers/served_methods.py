@@ -84,7 +84,7 @@ class ServedMethods:
         bits = selection_options.slot_code_bits(args)
         if not bits:
             return buffers, None
-        from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+        from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 
         codes = SlotCodes(buffers.keys, buffers.layer_ids, bits)
         return replace(buffers, codes=codes.held), codes
@@ -118,7 +118,7 @@ class ServedMethods:
             pointers = Pointers.for_pool(buffers, page_size)
             if not pointing.in_attention:
                 return PointerLayout.for_table(pointers, token_table)
-            from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+            from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 
             extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
             return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)

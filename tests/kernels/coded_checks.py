@@ -8,7 +8,7 @@ from marked_helpers import written
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 from sglang_ext.mem_cache.selection.scoring import group_attention
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 BITS = (8, 4)
 

@@ -31,7 +31,7 @@ from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
 from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Attached
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages

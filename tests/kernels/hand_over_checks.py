@@ -61,10 +61,10 @@ class Pair:
             if (descriptor := each.begin(3)) is not None:
                 os.close(descriptor)
         # A process does not map what is its own.
-        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena._held.memory.data_ptr()
+        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena.heads.data_ptr()
         self.rank = MappedExchangeBuffer(self.shape, there, b"", None)
         mapped_exchange_buffer.open_ipc_handle = before
-        self.plain_rank = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", self.plain._held.descriptor)
+        self.plain_rank = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", self.plain.descriptor)
         noise = torch.Generator().manual_seed(dim)
         keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
         self.buffers = KVBuffers(tuple(range(layers)), (0.1,) * layers, keys, values)
@@ -74,7 +74,7 @@ class Pair:
 
     def alike(self, what):
         """Both arenas hold the same."""
-        for one, other in zip(self.arena._layout.views(self.arena._held.memory), self.plain._layout.views(self.plain._held.memory)):
+        for one, other in zip(self.arena.regions, self.plain.regions):
             assert torch.equal(one.cpu(), other), what
 
     def publish(self, *questions):
@@ -172,7 +172,7 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
     assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
     for asked, count in (([(0, 1)], 1), ([(2, 1)], 2), ([(0, 2), (2, 1)], 1), ([(2, 1), (0, 1), (0, 2)], 1)):
         words = [(lane, pair.arena.word(number), 1) for lane, number in asked]
-        one, other = (rank.pull_queries(asked_of(on, *words)[0], count) for rank, on in ((pair.rank, pair.device), (pair.plain_rank, "cpu")))
+        one, other = (rank.pull_queries(asked_of(on, *words)[0], count, pair.shape.layers) for rank, on in ((pair.rank, pair.device), (pair.plain_rank, "cpu")))
         assert one.shape == other.shape and torch.equal(one.cpu(), other), (dtype, asked)
     pair.publish()
     pair.alike("nothing")

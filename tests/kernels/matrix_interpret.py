@@ -52,7 +52,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Poin
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
 from sglang_ext.mem_cache.host_tier.host_pool import as_words
-from sglang_ext.mem_cache.compressed.page_extremes import compute_extremes  # noqa: E402
+from sglang_ext.mem_cache.compressed.key_derived_data import compute_extremes
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.

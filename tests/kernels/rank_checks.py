@@ -42,9 +42,9 @@ class Told:
 def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
     told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), Told()
-    descriptor = os.dup(pair.plain._held.descriptor) if plain else None
+    descriptor = os.dup(pair.plain.descriptor) if plain else None
     rank = SelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
-    before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
+    before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena.heads.data_ptr()
     rank._handle(told)
     mapped_exchange_buffer.open_ipc_handle = before
     return rank, socket

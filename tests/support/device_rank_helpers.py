@@ -15,9 +15,9 @@ from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
-from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient
+from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
 from sglang_ext.managers.cache_rank.rank_link import RankProcess
-from sglang_ext.managers.cache_rank.rank_link import connect_rank
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -28,7 +28,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 # Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
 CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
@@ -119,12 +119,11 @@ class RankWorld:
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
-        self.links = [connect_rank(told, arena, silence, pack) for arena in arenas]
-        for link in self.links:
-            link._start_process = start_process
+        self.links = [RankLink(told, arena, silence, pack, start_process=start_process) for arena in arenas]
         self.arenas = arenas
-        given = self.links, self.method, self.table, self.buffers, self.queries, patience
-        self.steps = LayerwiseClient(*given, timeline) if self.by_packs else StepwiseClient(*given)
+        given = self.links, self.method, self.table, self.buffers, self.queries
+        self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
+        self.steps.max_wait_seconds = patience
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         if not self.by_packs:

@@ -23,7 +23,7 @@ from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, QuestGrid, point_at_best_pages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import (

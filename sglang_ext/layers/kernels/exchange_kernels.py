@@ -29,9 +29,6 @@ QUESTION_NUMBERS = 3
 QUESTION_STRIDE = tl.constexpr(QUESTION_NUMBERS)
 # Numbers of a block of keys: staging slot, tokens, and source or target index of the first token.
 BLOCK_NUMBERS = tl.constexpr(3)
-# Device counters: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of waiting,
-# and applied rows of K and V (row_exchange.py).
-COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # Numbers, and pointers, that a program copies at once.
 COPIED, POINTERS = 1024, 128
 
@@ -255,7 +252,7 @@ def wait_for_selections(heads: torch.Tensor, numbers: torch.Tensor, counters: to
     Args:
         heads: See :func:`put_queries`.
         numbers: int64 [requests, 2 or more], lane and word first.
-        counters: int64 [5], :data:`COUNTERS`, which are incremented.
+        counters: int64 [5], which are incremented (managers/cache_rank/exchange_buffer.py:COUNTERS).
         seconds: Maximum wait in total.
     """
     hits = torch.empty(len(numbers), dtype=torch.int32, device=heads.device)

@@ -222,7 +222,7 @@ def push_rows(
 
 
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
-# Index of applied rows among the counters (exchange_kernels.py:COUNTERS).
+# Index of applied rows among the counters (managers/cache_rank/exchange_buffer.py:COUNTERS).
 ROWS_COUNTER = tl.constexpr(4)
 # Rows that a program copies at once.
 COMMITTED = 16

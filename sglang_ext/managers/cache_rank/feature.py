@@ -1,7 +1,7 @@
 """Cache ranks: processes that hold keys, in mode lossy also values, and select tokens for steps (``--kv-cache-ranks``).
 
-:class:`CacheRanks` is what the worker needs. :func:`start_cache_ranks` starts the ranks from the server's flags: on a GPU each rank is on a
-GPU; on a CPU each is a process on some cores.
+:class:`CacheRanks` is what the worker needs. It starts the ranks from the server's flags: on a GPU each rank is on a GPU; on a CPU each is a
+process on some cores.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
-from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, ExchangeLayout
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
 from sglang_ext.managers.cache_rank.protocol import (
     BLOCK,
@@ -29,16 +29,16 @@ from sglang_ext.managers.cache_rank.protocol import (
     VERSION,
     Attach,
     BufferShape,
+    ExchangeLayout,
     RotaryParameters,
 )  # fmt: skip
-from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink, connect_rank
+from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.policy import max_tail
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
@@ -67,43 +67,6 @@ TRAVELING_BYTES, LEAST_FRESH = 384 << 20, 16
 GPU_SILENCE_SECONDS = 10.0
 
 
-def start_cache_ranks(
-    args: "KVServerArgs", method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows, query_heads: int,
-    rotary: Rotary, requests: int,
-) -> CacheRankClient:  # fmt: skip
-    """Start the cache ranks and wait until they are ready. A rank that is not ready in time is logged, and used once it is ready.
-
-    Args:
-        args: The server's arguments.
-        method: Creates compressed KV from the selections.
-        token_table: int32, SGLang's token table with the draft rows.
-        buffers: Layers of SGLang's KV pool.
-        queries: Newest queries of each request.
-        query_heads: Query heads of this inference rank.
-        rotary: The model's rotary embedding.
-        requests: Maximum concurrent requests.
-
-    Raises:
-        ExchangeBufferError: A GPU cannot read this GPU's memory.
-        OptionError: Rows of this model cannot be sent.
-    """
-    if selection_options.has_gpu_ranks(args):
-        links = connect_gpu_ranks(args, method, buffers, query_heads, rotary, requests, token_table.device)
-        wait_until_ready(links, "until one is ready, requests read the selection made with their compressed KV")
-        return StepwiseClient(links, method, token_table, buffers, queries)
-    told = build_attach(args, method, buffers, query_heads, rotary, requests)
-    # Each layer may be a pack of its own, and a reply may carry all rows. Memory is used as it is written.
-    told = msgspec.structs.replace(told, shape=msgspec.structs.replace(told.shape, packs=told.shape.layers, fresh=told.shape.most * told.shape.rows))
-    pack = 0 if args.kv_pack_layers == "auto" else args.kv_pack_layers
-    threads = max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks))
-    exchange_buffers = [ExchangeBuffer(told.shape, token_table.device, "cpu") for _ in range(args.kv_cache_ranks)]
-    links = [connect_rank(told, exchange_buffer, pack=pack, threads=threads) for exchange_buffer in exchange_buffers]
-    # A timeline file holds events of one kind.
-    file = None if options.has_progressive_transfer(args) else args.kv_bench_timeline
-    wait_until_ready(links, "requests read their full KV until one is ready")
-    return LayerwiseClient(links, method, token_table, buffers, queries, timeline=None if file is None else PackTimeline(file))
-
-
 def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
     """Start the processes and wait. If some are not ready in time, log an error with ``otherwise``, the consequence for requests."""
     until = time.monotonic() + START_SECONDS
@@ -123,7 +86,9 @@ def build_attach(
     """Return the first message to the ranks.
 
     Args:
-        room: Free bytes of each rank on a GPU; None on a CPU. The other arguments are those of :func:`start_cache_ranks`.
+        query_heads: Query heads of this inference rank.
+        requests: Maximum concurrent requests.
+        room: Free bytes of each rank on a GPU; None on a CPU.
     """
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
@@ -167,10 +132,22 @@ def build_attach(
     )
 
 
+def connect_cpu_ranks(
+    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, device: torch.device
+) -> list[RankLink]:
+    """Return the connections to ranks on CPU cores. Arguments as :func:`connect_gpu_ranks`'s."""
+    told = build_attach(args, method, buffers, query_heads, rotary, requests)
+    # Each layer may be a pack of its own, and a reply may carry all rows. Memory is used as it is written.
+    told = msgspec.structs.replace(told, shape=msgspec.structs.replace(told.shape, packs=told.shape.layers, fresh=told.shape.most * told.shape.rows))
+    pack = 0 if args.kv_pack_layers == "auto" else args.kv_pack_layers
+    threads = max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks))
+    return [RankLink(told, ExchangeBuffer(told.shape, device, "cpu"), pack=pack, threads=threads) for _ in range(args.kv_cache_ranks)]
+
+
 def connect_gpu_ranks(
     args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, device: torch.device
 ) -> list[RankLink]:
-    """Return the connections to ranks on GPUs, whose exchange buffers are on ``device``. See :func:`start_cache_ranks`."""
+    """Return the connections to ranks on GPUs, whose exchange buffers are on ``device``. The other arguments are :func:`build_attach`'s."""
     gpus, rows, room = selection_options.cache_rank_gpus(args), selection_options.has_remote_values(args), None
     if rows:
         check_value_layout(buffers)
@@ -179,8 +156,7 @@ def connect_gpu_ranks(
     if rows:
         check_capacity(args, told.blocks * BLOCK, gpus)
     told = msgspec.structs.replace(told, shape=fit_shape(told.shape, selection_options.exchange_buffer_bytes(args)))
-    exchange_buffers = [ExchangeBuffer(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
-    links = [connect_rank(told, exchange_buffer, GPU_SILENCE_SECONDS) for exchange_buffer in exchange_buffers]
+    links = [RankLink(told, ExchangeBuffer(told.shape, device, f"cuda:{gpu}"), GPU_SILENCE_SECONDS) for gpu in gpus]
     logger.info(
         "sglang-ext: cache ranks on GPU %s, the model on GPU %d; exchange buffers of %.0f MB each, for %d concurrent requests",
         ", ".join(map(str, gpus)), device.index, ExchangeLayout.from_shape(told.shape).size / 1e6, told.shape.lanes,
@@ -305,18 +281,29 @@ class CacheRanks(Feature):
         return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records}
 
     def selector(self, worker: Worker, method: CompressionMethod) -> CacheRankClient | None:
-        """Start the cache ranks, and create their client.
+        """Start the cache ranks, wait until they are ready, and create their client. A rank that is not ready in time is logged, and used
+        once it is ready.
 
         Raises:
             ExchangeBufferError: A GPU cannot read this GPU's memory.
             OptionError: Rows of this model cannot be sent.
         """
-        if not selection_options.ranks(self.args):
+        args = self.args
+        if not selection_options.ranks(args):
             return None
-        table, query_heads = worker.req_to_token_pool.req_to_token, worker.memory.model.query_heads
-        self._client = start_cache_ranks(
-            self.args, method, table, worker.buffers, worker.queries, query_heads, worker.methods.rotary, worker.max_requests
-        )
+        table = worker.req_to_token_pool.req_to_token
+        of_model = method, worker.buffers, worker.memory.model.query_heads, worker.methods.rotary, worker.max_requests
+        given = method, table, worker.buffers, worker.queries
+        if selection_options.has_gpu_ranks(args):
+            links = connect_gpu_ranks(args, *of_model, table.device)
+            wait_until_ready(links, "until one is ready, requests read the selection made with their compressed KV")
+            self._client = StepwiseClient(links, *given)
+        else:
+            links = connect_cpu_ranks(args, *of_model, table.device)
+            wait_until_ready(links, "requests read their full KV until one is ready")
+            # A timeline file holds events of one kind.
+            file = None if options.has_progressive_transfer(args) else args.kv_bench_timeline
+            self._client = LayerwiseClient(links, *given, timeline=PackTimeline(file))
         return self._client
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:

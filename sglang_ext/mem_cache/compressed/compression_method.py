@@ -226,14 +226,6 @@ class CompressedKVWriter:
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
 
-    def write_selection(self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor) -> None:
-        """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
-
-        ``kept`` are as many tokens, int64 [layers, kv_heads, count].
-        """
-        source = self.token_table[row, : compressed.covered].long()
-        method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
-
     def rewrite_selection(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV) -> bool:
         """Write the first selection of ``compressed`` again, by the same queries, after the row's slots have changed.
 

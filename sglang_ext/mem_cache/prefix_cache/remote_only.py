@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import path
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.async_selector import FreeBlocks, RowSender
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
 
@@ -32,7 +32,7 @@ class RemoteOnlyKV(FreedFullKV):
         tail: Maximum number of tokens after the compressed KV. Their slots are freed a round after they were computed.
     """
 
-    ranks: "RowSender"
+    ranks: "AsyncSelector"
     method_of: "Callable[[Req], CompressionMethod | None]"
     tail: int
 

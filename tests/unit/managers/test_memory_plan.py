@@ -20,9 +20,9 @@ from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, Me
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.step_selectors import Quest, Spade
@@ -207,7 +207,8 @@ def test_keys_in_few_bits_are_counted_and_the_pool_is_as_much_smaller_but_no_mor
     assert plan(**spade).key_codes == pytest.approx(800_001 * LLAMA.slot_bytes * share) and "keys in few bits" in str(plan(**spade))
     assert plan(**spade | {"kv_cache_ranks": 1}).key_codes == plan(methods=("snapkv",), kv_score_bits=bits).key_codes == 0
     keys = [torch.zeros(1001, TINY.kv_heads, TINY.head_dim)] * TINY.layers
-    assert SlotCodes(keys, (0, 1), bits).held.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
+    stored = SlotCodes(keys, (0, 1), bits).held
+    assert stored.codes.nbytes + stored.words.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
     room = 64 * MIB
     memory = held(room, **spade)
     tokens = (room - memory.held_bytes) // TINY.slot_bytes

@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 
 class InPyTorch:
@@ -350,8 +350,8 @@ def test_whoever_asks_is_told_where_processes_have_come_or_gone_though_no_reques
 
 
 def test_requests_go_where_most_is_free_and_what_one_takes_is_not_the_nexts():
-    free = FreeBlocks([3, 2], 64)
+    free = FreeBlocks([3, 2], 64, [9, 9])
     assert [free.take(tokens) for tokens in (128, 129, 128, 65, 64, 1)] == [True, False, True, False, True, False]
-    assert free.blocks == [0, 0] and not FreeBlocks([]).take(0)
+    assert free.blocks == [0, 0] and not FreeBlocks([], 64, []).take(0)
     few = FreeBlocks([3, 2], 64, [1, 0])
     assert [few.take(64) for _ in range(2)] == [True, False] and few.blocks == [2, 2], "the other takes no request"

@@ -9,7 +9,7 @@ import torch
 from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels import row_exchange, select_tokens
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeLayout
+from sglang_ext.managers.cache_rank.protocol import ExchangeLayout
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BufferShape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

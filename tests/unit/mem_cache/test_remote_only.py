@@ -72,7 +72,7 @@ class Holder(AsyncSelector):
         return self.gone and row in self.alone
 
     def free_blocks(self):
-        return FreeBlocks([self.free])
+        return FreeBlocks([self.free], 1, [99])
 
     def flush(self, row):
         self.settled.append(row)

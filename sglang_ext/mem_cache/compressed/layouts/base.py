@@ -14,7 +14,7 @@ from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+    from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 

@@ -15,7 +15,7 @@ from device_rank_helpers import RankWorld
 from rank_helpers import ROTARY, attach, pool, signalled
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeLayout
+from sglang_ext.managers.cache_rank.protocol import ExchangeLayout
 from sglang_ext.managers.cache_rank.feature import (
     LEAST_FRESH,
     build_attach,

@@ -58,7 +58,7 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
     # Eight blocks through two places, from the turn of both on.
     assert told == [[], [], ["SelectionRequest", "Append"], ["Append"], ["Append"], ["SelectionRequest", "Append", "SelectionRequest"]]
-    assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
+    assert world.steps._requests[2].held == 450 and world.steps.missed["hand-over"] == 1
     world.steps.end()
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
     for _ in range(12):
         world.step()
         world.until(lambda: len(link._free_places) == 6)
-    held = {row: request.lease.held for row, request in world.steps._requests.items()}
+    held = {row: request.held for row, request in world.steps._requests.items()}
     assert held == {2: 450, 3: 450, **({1: 129} if first else {})}
     world.steps.end()
 
@@ -138,9 +138,9 @@ def test_places_that_came_free_since_ranks_were_tended_are_used_and_without_any_
     world.begin(1, 450, 48)
     world.ends[1] = 499
     world.step()
-    assert world.steps._requests[1].lease.held == 128
+    assert world.steps._requests[1].held == 128
     # What the rank says nobody hears but steps, of which none is the request's turn.
-    while world.steps._requests[1].lease.held < 256:
+    while world.steps._requests[1].held < 256:
         assert link._process.socket.poll(10_000) and world.ends[1] < 540
         world.step()
     launched.clear()
@@ -182,7 +182,7 @@ def test_requests_that_begin_alike_at_once_send_what_they_share_once():
     world = RankWorld(places=4).ready()
     for row in (1, 2, 3):
         world.begin(row, 480, 64, *(() if row == 1 else (1, 448)))
-    while sum(request.lease.held for request in world.steps._requests.values()) < 3 * 480:
+    while sum(request.held for request in world.steps._requests.values()) < 3 * 480:
         world.step()
         time.sleep(0.02)
     assert sent(world) == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
@@ -236,7 +236,7 @@ def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(m
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():
-        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        held = {row: request.held for row, request in world.steps._requests.items()}
         return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
 
     expected = []

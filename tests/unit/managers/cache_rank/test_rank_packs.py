@@ -15,7 +15,6 @@ from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest
 
 from sglang_ext.managers.cache_rank import rank_link
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.layerwise_client import PackTimeline
 from sglang_ext.managers.cache_rank.protocol import NUMBER_BITS, Append
 from sglang_ext.mem_cache.selection.predictors import RegressedQuery
 from sglang_ext_bench.longcot.packs import read_events
@@ -202,7 +201,7 @@ def test_nothing_waits_for_a_rank_that_is_gone_and_the_next_has_the_keys_anew(mo
 
 
 def test_a_timeline_tells_of_each_pack_when_it_was_reached_asked_chosen_and_written(tmp_path):
-    world, rank = asked(timeline=PackTimeline(tmp_path / "times"))
+    world, rank = asked(timeline=tmp_path / "times")
     rank.answer(*rank.asks())
     world.step()
     world.step()

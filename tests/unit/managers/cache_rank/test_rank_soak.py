@@ -55,11 +55,11 @@ def test_aborted_requests_leave_nothing_behind_in_any_process():
         before = resident(link.pid)
         began, steps = traffic(world, SECONDS * 2 / 3, draw)
         # A rank hears what was said before it is asked how much it holds.
-        world.until(lambda: len(link._free_places) == link.settings.attach.shape.places, 10)
+        world.until(lambda: len(link._free_places) == link.attach.shape.places, 10)
         leases, missed = world.steps._leases[link], +world.steps.missed
         assert world.steps.held_tokens == 0 and leases.free_blocks == 600 and leases.free_lanes == REQUESTS - 1
-        assert not leases._by_name and not leases._names and not world.steps._requests and not world.steps._by_lane
-        assert link.starts == 1, "the process that began has served all"
+        assert not leases._by_name and not leases._names and not world.steps._requests
+        assert link.epoch == 1, "the process that began has served all"
         assert not {"ended", "silent", "wrong"} & set(missed)
         assert began > 20 and steps > 20 < world.steps.taken, (began, steps, missed)
         # Of the blocks of keys nearly all were written before; what a rank keeps beside them is bounded.

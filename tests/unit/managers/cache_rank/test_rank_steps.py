@@ -14,15 +14,8 @@ from rank_helpers import attach, pool, signalled
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol, selection_server, stepwise_client
-from sglang_ext.managers.cache_rank.exchange_buffer import (
-    CHOSEN,
-    DONE,
-    ExchangeBuffer,
-    ExchangeBufferError,
-    ExchangeLayout,
-    QueryUpload,
-    check_peer_access,
-)
+from sglang_ext.managers.cache_rank.protocol import CHOSEN, DONE, ExchangeLayout
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, ExchangeBufferError, QueryUpload, check_peer_access
 from sglang_ext.managers.cache_rank.feature import fit_shape, rank_values, warn_if_few_lanes
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
@@ -188,12 +181,12 @@ def test_rounds_of_any_length_ask_from_their_first_step_on_and_as_rarely_as_rank
     for number in range(24):
         before = world.led(1)
         world.step(following=length - 1 - number % length)
-        if number and world.steps._requests[1].lease.sequence > sequence:
+        if number and world.steps._requests[1].sequence > sequence:
             if asked:
                 assert torch.equal(world.led(1), asked[-1]), "what the turn before asked"
         elif number:
             assert torch.equal(world.led(1), before)
-        if world.steps._requests[1].lease.sequence > sequence:
+        if world.steps._requests[1].sequence > sequence:
             sequence += 1
             turns.append(number)
             asked.append(world.chosen(1, world.ends[1], 300))
@@ -228,7 +221,7 @@ def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(worl
     world.begin(1, 200, 48)
     world.step()
     (arena,), request = world.arenas, world.steps._requests[1]
-    lane, number = request.lease.lane, request.lease.sequence + 1
+    lane, number = request.lane, request.sequence + 1
     old = arena.word(number) - (1 << protocol.NUMBER_BITS)
     arena.heads[lane, CHOSEN + number % 2] = old
     world.step()
@@ -371,8 +364,8 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
         world.step()
     os.kill(world.links[0].pid, signal.SIGCONT)
     (arena,), (request,) = world.arenas, world.steps._requests.values()
-    newest = arena.word(request.lease.sequence)
-    world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
+    newest = arena.word(request.sequence)
+    world.until(lambda: int(arena.heads[request.lane, DONE]) >= newest, 20)
     world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
