@@ -16,6 +16,7 @@ from hand_over_checks import (
     later,
     without_assembly,
 )
+from rank_socket import RankSocket, serve
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank import mapped_exchange_buffer
@@ -28,24 +29,14 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, RotaryParamet
 selection_runner.RECORDED_AFTER = 3
 
 
-class Told:
-    """In the place of a socket: keeps what a rank says."""
-
-    def __init__(self):
-        self.messages = []
-
-    def send(self, frame, flags=0):
-        """Keep it."""
-        self.messages.append(protocol.decode_from_rank(frame))
-
-
 def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
-    told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), Told()
+    told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), RankSocket()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
     rank = SelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
     before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
-    rank._handle(told)
+    socket.tell(told)
+    serve(rank)
     mapped_exchange_buffer.open_ipc_handle = before
     return rank, socket
 
@@ -65,12 +56,12 @@ def hand_over_contexts(pair, ranks, lengths):
             put = [protocol.StagedTokens(place, tokens, 0)]
             number = pair.arena.put_keys(put, pair.there, slots.to(pair.device))
             pair.plain.put_keys(put, pair.buffers, slots)
-            for rank, _ in ranks:
-                rank._handle(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._handle(protocol.Append((protocol.KeyPiece(2 * lane + place, 0, tokens, place),), number))
+            for _, socket in ranks:
+                socket.tell(protocol.Lease(lane, place, (2 * lane + place,)))
+                socket.tell(protocol.Append((protocol.KeyPiece(2 * lane + place, 0, tokens, place),), number))
         pair.publish()
         for rank, socket in ranks:
-            rank._answer_next()
+            serve(rank)
             assert isinstance(socket.messages[-1], protocol.PlacesFreed), socket.messages
 
 
@@ -86,12 +77,12 @@ def check_rank(device):
         hand_over_contexts(pair, ranks, lengths)
         for number in (1, 2):
             pair.publish(([3 + number], 0, number), ([5, 1 + number], 1, number))
-            for rank, socket in ranks:
+            for _, socket in ranks:
                 for lane, positions in ((0, (99,)), (1, (38, 39))):
                     ask = (lane, 0, pair.shape.layers, number, lengths[lane], keeps[lane], positions)
-                    rank._handle(protocol.SelectionRequest(*ask, ahead=2, number=pair.arena.number))
+                    socket.tell(protocol.SelectionRequest(*ask, ahead=2, number=pair.arena.number))
         for rank, socket in ranks:
-            rank._answer_next()
+            serve(rank)
             answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.SelectionReply)]
             assert sorted(answers) == [(0, 1, False), (0, 2, True), (1, 1, False), (1, 2, True)], answers
         found, wanted = pair.arena.chosen.cpu(), pair.plain.chosen
@@ -136,8 +127,8 @@ def check_rank_ahead(device):
         number = pair.arena.number + 2
         for lane, sequence in questions:
             ask = lane, 0, pair.shape.layers, sequence, lengths[lane], keeps[lane], (99,)
-            for rank, _ in ranks:
-                rank._handle(protocol.SelectionRequest(*ask, ahead=2, number=number, together=together))
+            for _, asked in ranks:
+                asked.tell(protocol.SelectionRequest(*ask, ahead=2, number=number, together=together))
 
     def put(*questions):
         pair.publish(*(([(3 + sequence) % 9], lane, sequence) for lane, sequence in questions))
@@ -149,13 +140,13 @@ def check_rank_ahead(device):
         since, there = (len(each.messages) for each in (socket, other))
         tell(*questions, together=together)
         put_meanwhile(ahead, (lambda: put(*questions)) if meanwhile else lambda: None, device)
-        ahead._answer_next()
+        serve(ahead)
         del ahead._memory.await_words
         if not meanwhile:
             assert not answered(socket, since)
             put(*questions)
-            ahead._answer_next()
-        plain._answer_next()
+            serve(ahead)
+        serve(plain)
         found = answered(socket, since)
         assert found == answered(other, there) and torch.equal(pair.arena.heads.cpu(), pair.plain.heads)
         for lane, sequence, hit in found:
@@ -203,13 +194,13 @@ def check_row_rank(device, bits):
                 arena.reserve_number()
                 arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
 
-        for rank, _ in ranks:
+        for _, socket in ranks:
             for lane, covered in ((0, 100), (1, 40)):
                 ask = lane, 0, layers, number, covered, pair.keeps[lane], (99,)
-                rank._handle(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
+                socket.tell(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
         put_meanwhile(ranks[0][0], put, device)
         for rank, socket in ranks:
-            rank._answer_next()
+            serve(rank)
             assert all(each.chosen for each in socket.messages[-2:]), socket.messages
         del ranks[0][0]._memory.await_words
         pair.take_rows(number)

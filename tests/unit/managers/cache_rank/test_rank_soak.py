@@ -36,7 +36,7 @@ def traffic(world, seconds, draw):
             # Half of them share their first tokens, and so blocks.
             like = draw.choice([None, *world.copies])
             length = draw.randrange(80, 400)
-            world._free = 800 + 12 * row
+            world.next_slot = 800 + 12 * row
             world.begin(row, length, draw.randrange(40, 60), like, 0 if like is None else min(length, len(world.prompts[like])) // 2)
         world.steps.poll()
         if world.copies:
