@@ -168,6 +168,10 @@ class RankWorld:
             self.steps.poll()
             time.sleep(0.01)
 
+    def until_places_are_free(self, seconds=90.0):
+        """Tend the ranks until each has taken all keys that were sent."""
+        self.until(lambda: all(len(link._free_places) == link.settings.attach.shape.places for link in self.links), seconds)
+
     def ready(self):
         """Once all ranks can be asked, and kernels are there."""
         self.until(lambda: self.steps.ready == len(self.links))

@@ -7,7 +7,7 @@ import torch
 from test_pointer_layout import guided_views, led_to
 from test_views import DIM, HEADS, LAYERS
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import NO_QUERIES, RequestState
 from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels.selection import select_tokens
 from sglang_ext.layers.kernels.selection.select_tokens import kernel_lengths
@@ -65,12 +65,12 @@ class Late(SideStream):
             self.waiting.pop(0)()
 
 
-def world(method, late=False):
+def world(method, late=False, selector=None):
     """Views of a request in row 1 with a copy of 150 tokens, chosen beside steps; what a step does, and what its queries choose."""
     compressed_kv, keep = guided_views(method)
     compressed_kv.queries = QueryWindows(method.window, range(LAYERS), max(1, method.every))
     compressed_kv.queries.allocate(2, HEADS, DIM, torch.empty(0))
-    compressed_kv.async_selector = StreamSelector(compressed_kv.methods[0], compressed_kv.token_table, InPyTorch(compressed_kv), compressed_kv.queries)
+    compressed_kv.async_selector = StreamSelector(compressed_kv.methods[0], compressed_kv.token_table, selector or InPyTorch(compressed_kv), compressed_kv.queries)
     side = compressed_kv.async_selector._side = Late() if late else SideStream(torch.device("cpu"))
     keep(range(150 - method.window, 150), 1)
     assert copy(compressed_kv, 150) == 0
@@ -126,11 +126,9 @@ def test_a_round_selects_at_the_interval_that_was_chosen_for_it(every):
 
 
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
-    compressed_kv, step, _ = world(Spade(every=3, each_round=False))
     told = []
-    compressed_kv.async_selector._selector = SimpleNamespace(
-        choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1
-    )
+    selector = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1)
+    compressed_kv, step, _ = world(Spade(every=3, each_round=False), selector=selector)
     compressed_kv.async_selector.compile_kernels()
     for position in range(150, 153):
         step(position)
@@ -204,19 +202,25 @@ def test_where_nothing_is_verified_a_copy_grows_when_many_exact_tokens_follow_it
 
 def test_requests_whose_windows_differ_are_chosen_for_apart():
     compressed_kv, step, expected = world(Spade(RegressedQuery(), each_round=False))
-    compressed_kv.token_table[2, :100] = compressed_kv.token_table[1, 50:150]
-    queries = torch.randn(3, HEADS, DIM)
-    with compressed_kv.queries.recording((RecordedRows(2, 0, 3, 97),)):
-        for layer in range(LAYERS):
-            compressed_kv.queries.record(layer, queries)
-    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 100, 0) != 0, "too few queries"
-    compressed_kv._by_row[2] = compressed_kv._by_row[1].__class__(compressed_kv._slots_for(torch.empty(0).long(), 10, 0), 100, own_tokens=20, own_packed=5)
-    compressed_kv.get(2).own, compressed_kv.get(2).back_slots = compressed_kv.get(2).own[:5], compressed_kv.get(2).own[5:]
+    compressed_kv.token_table[2, :150] = compressed_kv.token_table[1, :150]
+
+    def leave_queries(count):
+        """Queries of the newest tokens of the request in row 2, and none before."""
+        compressed_kv.queries.forget(2)
+        with compressed_kv.queries.recording((RecordedRows(2, 0, count, 150 - count),)):
+            for layer in range(LAYERS):
+                compressed_kv.queries.record(layer, torch.randn(count, HEADS, DIM))
+
+    leave_queries(3)
+    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 150, 0) == NO_QUERIES
+    leave_queries(17)
+    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 150, 0) == 0
+    leave_queries(3)
     step(150)
     wanted, windows, launch = expected(151), [], step.side.launch
     step.side.launch = lambda work, read: windows.append(tuple(read[-1].shape)) or launch(work, read)
-    compressed_kv.async_selector.on_step_end(compressed_kv, {1: 151, 2: 100}, None)
-    assert led_to(compressed_kv) == wanted and set(compressed_kv.async_selector._in_progress) == {1, 2}
+    compressed_kv.async_selector.on_step_end(compressed_kv, {1: 151, 2: 150}, None)
+    assert led_to(compressed_kv) == wanted
     assert windows == [(1, 17), (1, 3)]
 
 

@@ -24,7 +24,7 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     assert +world.steps.missed == {"hand-over": 1}
     for _ in range(20):
         # Places come back as the rank takes their keys.
-        world.until(lambda: len(world.links[0]._free_places) == 2)
+        world.until_places_are_free()
         world.step()
     world.steps.poll()
     assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.num_compressions["spade"] > 5
@@ -44,7 +44,7 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     def step():
         said.append([])
         world.step()
-        world.until(lambda: len(link._free_places) == 2)
+        world.until_places_are_free()
 
     said.append([])
     world.begin(1, 128, 32)
@@ -96,7 +96,7 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
     world.begin(2, 450, 48), world.begin(3, 450, 48)
     while not all(map(world.steps.has_request, (2, 3))):
         world.step()
-    world.until(lambda: len(link._free_places) == 6)
+    world.until_places_are_free()
     signalled(link.pid, signal.SIGKILL)
     while link._process.socket.poll(0, zmq.POLLOUT):
         time.sleep(0.01)
@@ -108,7 +108,7 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
     sent = world.sent
     for _ in range(12):
         world.step()
-        world.until(lambda: len(link._free_places) == 6)
+        world.until_places_are_free()
     assert world.sent - sent == 450 + 450 + 129 * first
     world.steps.end()
 
@@ -143,7 +143,9 @@ def test_places_that_came_free_since_ranks_were_tended_are_used_and_without_any_
         assert link._process.socket.poll(10_000) and world.ends[1] < 540
         world.step()
     launched.clear()
-    link._free_places, link.wait = [], lambda seconds: None
+    while link.place() is not None:
+        pass
+    link.wait = lambda seconds: None
     world.step()
     assert not launched
     world.steps.end()
