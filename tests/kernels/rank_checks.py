@@ -1,6 +1,7 @@
 """Checks of a cache rank that kernels ask, against one that PyTorch asks, both in this process; on a GPU or through Triton's interpreter."""
 
 import os
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -19,7 +20,6 @@ from hand_over_checks import (
 from rank_socket import RankSocket, serve
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank import mapped_exchange_buffer
 from sglang_ext.managers.cache_rank import selection_runner
 from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
@@ -32,12 +32,11 @@ selection_runner.RECORDED_AFTER = 3
 def rank_of(pair, plain, predictor, bits, apart=False, blocks=8):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
     told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart, blocks=blocks), RankSocket()
-    descriptor = os.dup(pair.plain._held.descriptor) if plain else None
+    descriptor = os.dup(pair.descriptor) if plain else None
     rank = SelectionServer(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
-    before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: pair.arena._held.memory.data_ptr()
     socket.tell(told)
-    serve(rank)
-    mapped_exchange_buffer.open_ipc_handle = before
+    with pair.mapped_here():
+        serve(rank)
     return rank, socket
 
 
@@ -101,16 +100,22 @@ def recorded(rank, device):
     return found
 
 
+@contextmanager
 def put_meanwhile(rank, put, device):
     """Questions are put while the rank waits for them; in the interpreter, where nothing runs beside it, just before."""
-    waits = rank._memory.await_words
+    memory = rank._memory
+    waits = memory.await_words
 
     def await_words(asked, there, least, seconds):
         if least:
             later(put) if device == "cuda" else put()
         return waits(asked, there, least, seconds)
 
-    rank._memory.await_words = await_words
+    memory.await_words = await_words
+    try:
+        yield
+    finally:
+        del memory.await_words
 
 
 def check_rank_ahead(device):
@@ -120,8 +125,9 @@ def check_rank_ahead(device):
     (ahead, socket), (plain, other) = ranks = [rank_of(pair, False, "current", 16, apart=True), rank_of(pair, True, "current", 16)]
     lengths, keeps, choices = {0: 100, 1: 40}, {0: 30, 1: 20}, []
     hand_over_contexts(pair, ranks, {0: 120, 1: 60})
-    prepare = ahead._answering.prepare
-    ahead._answering.prepare = lambda asks, *given, **more: choices.append(len(asks)) or prepare(asks, *given, **more)
+    runner = ahead._answering
+    prepare = runner.prepare
+    runner.prepare = lambda asks, *given, **more: choices.append(len(asks)) or prepare(asks, *given, **more)
 
     def tell(*questions, together=2):
         number = pair.arena.number + 2
@@ -139,9 +145,8 @@ def check_rank_ahead(device):
     def answer(*questions, meanwhile=True, together=2):
         since, there = (len(each.messages) for each in (socket, other))
         tell(*questions, together=together)
-        put_meanwhile(ahead, (lambda: put(*questions)) if meanwhile else lambda: None, device)
-        serve(ahead)
-        del ahead._memory.await_words
+        with put_meanwhile(ahead, (lambda: put(*questions)) if meanwhile else lambda: None, device):
+            serve(ahead)
         if not meanwhile:
             assert not answered(socket, since)
             put(*questions)
@@ -173,7 +178,7 @@ def check_rank_ahead(device):
     assert graphs == recorded(ahead, device)
     # And questions that are there before it looks.
     replays = []
-    for known in ahead._answering._known.values():
+    for known in runner._known.values():
         if known.replay:
             known.replay = lambda replay=known.replay: replays.append(1) or replay()
     assert answer((0, 13), (1, 9), meanwhile=False) == [(0, 13, True), (1, 9, True)] and len(replays) == 2
@@ -198,11 +203,10 @@ def check_row_rank(device, bits):
             for lane, covered in ((0, 100), (1, 40)):
                 ask = lane, 0, layers, number, covered, pair.keeps[lane], (99,)
                 socket.tell(protocol.SelectionRequest(*ask, number=pair.arena.number + 1, together=2))
-        put_meanwhile(ranks[0][0], put, device)
-        for rank, socket in ranks:
-            serve(rank)
-            assert all(each.chosen for each in socket.messages[-2:]), socket.messages
-        del ranks[0][0]._memory.await_words
+        with put_meanwhile(ranks[0][0], put, device):
+            for rank, socket in ranks:
+                serve(rank)
+                assert all(each.chosen for each in socket.messages[-2:]), socket.messages
         pair.take_rows(number)
         pair.true_records()
         if device == "cpu" and bits == 16:

@@ -292,8 +292,9 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
 def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
-    pull = rank._store.pull
-    monkeypatch.setattr(rank._store, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
+    store = rank._store
+    pull = store.pull
+    monkeypatch.setattr(store, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
     keys = pool()
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
@@ -310,8 +311,9 @@ def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_ques
     monkeypatch.setattr(selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
-    choose = rank._answering._select_positions
-    monkeypatch.setattr(rank._answering, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
+    runner = rank._answering
+    choose = runner._select_positions
+    monkeypatch.setattr(runner, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
     socket.tell(protocol.Lease(0, 0, (0,)))
     socket.tell(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
     put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
