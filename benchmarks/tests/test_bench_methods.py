@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CharTokenizer, Here
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as server
@@ -65,17 +64,15 @@ class SlowServer:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch, checked_here, char_tokenizer):
     """Returns a function that runs the command with a tiny model and texts of one letter."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for kind, letter in (("code", CODE), ("prose", PROSE)):
         (tmp_path / kind).write_text(letter * 1000)
-    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(SlowServer, "started", [])
     monkeypatch.setattr(SlowServer, "asked", [])
     monkeypatch.setattr(SlowServer, "broken", ())
     monkeypatch.setattr(command, "ServerProcess", SlowServer)
-    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
 
     def run(*more: str) -> int:
         texts = [f"--{kind}-file={tmp_path / kind}" for kind in ("code", "prose")]

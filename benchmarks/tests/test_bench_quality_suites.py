@@ -11,10 +11,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from bench_helpers import CharTokenizer, Here
+from bench_helpers import CharTokenizer
 
 from sglang_ext.tools import CommandError, server_flags
-from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
@@ -257,14 +256,12 @@ class StubServer:
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path, checked_here, char_tokenizer):
     """Runs the command on needles of two lengths with stub servers. Returns the exit code."""
-    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(runner, "ServerProcess", StubServer)
     monkeypatch.setattr(runner, "generate", StubServer.generate)
     monkeypatch.setattr(runner, "compressed_share", lambda *_: 0.25)
     monkeypatch.setattr(runner, "token_bytes", lambda *_: 10)
-    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
     monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
     for name in ("asked", "started", "gpus", "memory"):
         monkeypatch.setattr(StubServer, name, [])
