@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext_bench.methods import command as methods_command
-from sglang_ext_bench.pages.recorded import Cell, ResultTable, TableOrigin, read_figures
+from sglang_ext_bench.pages.recorded import ABOVE, Cell, ResultTable, TableOrigin, read_figures
 from sglang_ext_bench.quality.suites import suite_report
 from sglang_ext_bench.quality.suites.comparison import ArmScores
 from sglang_ext_bench.quality.suites.options import FULL
@@ -71,17 +71,17 @@ def read_report(path: Path) -> Row:
 
 def origin_of(report: Mapping[str, Any], same_command: bool = False) -> TableOrigin:
     """The command, the hardware and the date of a report."""
-    command = "above" if same_command else shown_command(report["command"])
+    command = ABOVE if same_command else shown_command(report["command"], report.get("environment", ""))
     return TableOrigin(command, "", report["hardware"], report.get("date", ""), report.get("recorded", ""), report.get("commit", ""))
 
 
-def shown_command(command: str | Sequence[str]) -> Sequence[str]:
-    """The lines of a command. A command in one line is wrapped, and starts with the name of the program."""
+def shown_command(command: str | Sequence[str], environment: str = "") -> Sequence[str]:
+    """The lines of a command. A command in one line is wrapped, and starts with its environment and the name of the program."""
     if not isinstance(command, str):
         return command
     words = shlex.split(re.sub(r"^python -m sglang_ext[._]bench", "sglang-ext-bench", command))
     text = " ".join(re.sub(r'^(--[\w-]+)=(.* .*)$', r'\1="\2"', word) if word.startswith("--") else shlex.quote(word) for word in words)
-    lines = textwrap.wrap(text, COMMAND_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(f"{environment} {text}".strip(), COMMAND_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
