@@ -100,7 +100,7 @@ class ResultTable:
             found = row[table.columns.index(cell["column"])]
         except (KeyError, IndexError, ValueError, StopIteration) as error:
             raise CommandError(f"the cell {dict(cell)} names no figure: pass a table, and a row and a column of it") from error
-        if "part" in cell:
+        if "part" in cell and isinstance(found, list):
             found = found[cell["part"]]
         return found["bold"] if isinstance(found, dict) and "bold" in found else found
 
