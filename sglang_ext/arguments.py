@@ -1,6 +1,6 @@
-"""SGLang's server arguments with the flags of sglang-ext.
+"""Parses and checks SGLang's server arguments with the flags of sglang-ext.
 
-:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py). So the flags are parsed, logged, shown by
+:class:`CheckedServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py). So the flags are parsed, logged, shown by
 ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the scheduler process like SGLang's own. The scheduler unpickles the
 arguments before it loads plugins: this module must import without any hook in place.
 """
@@ -9,22 +9,18 @@ import argparse
 import dataclasses
 
 import torch
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.arg_groups.arg_utils import NS, A
 
 from sglang_ext import command_line
 from sglang_ext.config import options
-from sglang_ext.config.flags import KVFlags
-from sglang_ext.core import (
-    RADIX_CACHE_BACKEND,
-    SPECULATIVE_ALGORITHM,
-    HookError,
-    OptionError,
-)
+from sglang_ext.config.flags import FLAGS
+from sglang_ext.config.rules import KVServerArgs
+from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 
 
 @dataclasses.dataclass
-class KVServerArgs(KVFlags, ServerArgs):
-    """SGLang's server arguments and the ``--kv-*`` flags (config/flags.py).
+class CheckedServerArgs(KVServerArgs):
+    """Server arguments that are parsed, checked and resolved.
 
     With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
 
@@ -33,28 +29,24 @@ class KVServerArgs(KVFlags, ServerArgs):
             allowed values and the remedy.
     """
 
+    # SGLang's parser reads the flags from annotations.
+    __annotations__ = {flag.name: A[KVServerArgs.__annotations__[flag.name], flag, NS("memory")] for flag in FLAGS}
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """Add SGLang's flags and ours. An error that names one of ours is one line."""
-        # Called on this class by name, because SGLang's registry also puts it in the place of this module's ServerArgs.
-        super(KVServerArgs, KVServerArgs).add_cli_args(parser)
+        # By name, because SGLang's registry also puts this class in the place of SGLang's.
+        super(CheckedServerArgs, CheckedServerArgs).add_cli_args(parser)
         command_line.shorten_errors(parser)
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> "KVServerArgs":
-        """Create from a command line. A wrong flag or a taken port ends the process with one line and exit code 2.
-
-        Raises:
-            SystemExit: A flag is refused.
-        """
-        try:
-            made = super().from_cli_args(args)
-            if made.kv_mode != "full" and made.node_rank == 0:
-                command_line.check_address(made.host, made.port)
-            return made
-        except (OptionError, HookError) as error:
-            command_line.exit_if_refused(error)
-            raise
+    @command_line.exit_on_refusal
+    def from_cli_args(cls, args: argparse.Namespace) -> "CheckedServerArgs":
+        """Create from a command line. A refused flag or a taken port ends the process (``SystemExit``) with one line and code 2."""
+        made = super().from_cli_args(args)
+        if made.kv_mode != "full" and made.node_rank == 0:
+            command_line.check_address(made.host, made.port)
+        return made
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
@@ -65,7 +57,7 @@ class KVServerArgs(KVFlags, ServerArgs):
         if self.kv_mode == "full":
             super().__post_init__()
             return
-        self._prepare_speculation()
+        prepare_speculation(self)
         try:
             super().__post_init__()
         except OSError as error:
@@ -92,18 +84,19 @@ class KVServerArgs(KVFlags, ServerArgs):
         super().check_lora_server_args()
         self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
 
-    def _prepare_speculation(self) -> None:
-        """Set SGLang's options for its own registries: speculative algorithm and radix cache backend."""
-        on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
-        self.speculative_algorithm = SPECULATIVE_ALGORITHM
-        self.speculative_num_steps = options.max_pending_drafts(self)
-        self.speculative_eagle_topk = 1
-        self.speculative_num_draft_tokens = self.speculative_num_steps + 1
-        self.radix_cache_backend = RADIX_CACHE_BACKEND
-        if self.enable_lora or self.lora_paths:
-            # Adapters are prepared for each forward of a step or of a verification.
-            self.disable_cuda_graph = True
-        if self.attention_backend is None and on_gpu:
-            self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"
-        # Draft and verification share noise, which needs a sampler with a seed.
-        self.sampling_backend = self.sampling_backend or "pytorch"
+
+def prepare_speculation(args: KVServerArgs) -> None:
+    """Set SGLang's options for its own registries: speculative algorithm and radix cache backend."""
+    on_gpu = args.device in (None, "cuda") and torch.cuda.is_available()
+    args.speculative_algorithm = SPECULATIVE_ALGORITHM
+    args.speculative_num_steps = options.max_pending_drafts(args)
+    args.speculative_eagle_topk = 1
+    args.speculative_num_draft_tokens = args.speculative_num_steps + 1
+    args.radix_cache_backend = RADIX_CACHE_BACKEND
+    if args.enable_lora or args.lora_paths:
+        # Adapters are prepared for each forward of a step or of a verification.
+        args.disable_cuda_graph = True
+    if args.attention_backend is None and on_gpu:
+        args.attention_backend = "triton" if args.enable_deterministic_inference else "flashinfer"
+    # Draft and verification share noise, which needs a sampler with a seed.
+    args.sampling_backend = args.sampling_backend or "pytorch"

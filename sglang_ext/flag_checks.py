@@ -7,28 +7,22 @@ Options that cannot be served are refused. A flag without effect is named in the
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sglang_ext.config import disaggregation_options, method_options, model_folder, model_options, options, selection_options
-from sglang_ext.config.conditions import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
+from sglang_ext.config.combinations import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
 from sglang_ext.config.flags import FLAGS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, option, render_text, round_up
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 logger = logging.getLogger(__name__)
 
 
-def check_flags(args: "KVServerArgs") -> None:
-    """Refuse wrong values and set open ones, before SGLang resolves its options. With mode full, only flags of transfers are checked.
+def check_flags(args: KVServerArgs) -> None:
+    """Refuse wrong values and combinations (``OptionError``), and set open values, before SGLang resolves its options.
 
-    Raises:
-        OptionError: A flag is out of range, or flags cannot be combined.
+    With mode full, only flags of transfers are checked.
     """
     in_scope = [flag for flag in FLAGS if flag.scope.holds(args)]
     for flag in in_scope:
@@ -37,7 +31,11 @@ def check_flags(args: "KVServerArgs") -> None:
         flag.check_conflicts(args)
     transfers, compresses = HAS_PROGRESSIVE_TRANSFER.holds(args), IS_NOT_FULL_MODE.holds(args)
     if args.kv_bench_timeline is not None and (transfers or compresses):
-        _check_timeline(Path(args.kv_bench_timeline))
+        path = Path(args.kv_bench_timeline)
+        if not path.parent.is_dir():
+            raise OptionError(f"--kv-bench-timeline is '{path}', and there is no folder '{path.parent}': make it, or name another")
+        if path.is_dir():
+            raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
     if transfers:
         _check_transfer(args)
     if compresses:
@@ -45,31 +43,34 @@ def check_flags(args: "KVServerArgs") -> None:
         selection_options.resolve(args)
         method_options.resolve(args)
         method_options.resolve_head_budgets(args)
-    _warn_of_ignored_flags(args)
+    # Flags without an effect are logged in one line for each reason.
+    ignored: dict[tuple[str, str], list[str]] = {}
+    for flag in FLAGS:
+        if (unmet := flag.find_unmet(args)) is not None:
+            ignored.setdefault((render_text(unmet.unmet, args), render_text(unmet.remedy, args)), []).append(flag.option)
+    for (why, remedy), names in ignored.items():
+        has, them = ("has", "it") if len(names) == 1 else ("have", "them")
+        logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)
     for flag in in_scope:
         if flag.warning and flag.is_given(args):
             logger.warning("sglang-ext: %s is %s: %s", flag.option, getattr(args, flag.name), flag.warning)
 
 
-def check_device(args: "KVServerArgs") -> None:
-    """Refuse flags that the device does not support. The device must be known.
-
-    Raises:
-        OptionError: Names the flag, the device or an option of it, and the remedy.
-    """
+def check_device(args: KVServerArgs) -> None:
+    """Refuse flags that the device does not support (``OptionError``). The device must be known."""
     for flag in FLAGS:
         if flag.scope.holds(args):
             flag.check_conflicts(args, has_device=True)
     selection_options.check_gpus(args)
 
 
-def check_resolved(args: "KVServerArgs") -> None:
+def check_resolved(args: KVServerArgs) -> None:
     """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
 
     Raises:
         OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
             parameters are wrong, or this host has too little memory.
-        hooking.HookError: A hooked function has unexpected parameters.
+        HookError: A hooked function has unexpected parameters.
     """
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
@@ -93,7 +94,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
 
 
-def _check_transfer(args: "KVServerArgs") -> None:
+def _check_transfer(args: KVServerArgs) -> None:
     """Check the flags of the transfer backend ``progressive`` with SGLang's, the files that they name, and the hooks."""
     from sglang_ext.hooks import activation as hooking
 
@@ -111,31 +112,8 @@ def _check_transfer(args: "KVServerArgs") -> None:
         raise OptionError(f"--kv-link-keys: {error}") from error
 
 
-def _check_timeline(path: Path) -> None:
-    """Refuse a file that cannot be written."""
-    if not path.parent.is_dir():
-        raise OptionError(f"--kv-bench-timeline is '{path}', and there is no folder '{path.parent}': make it, or name another")
-    if path.is_dir():
-        raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
-
-
-def _warn_of_ignored_flags(args: "KVServerArgs") -> None:
-    """Log which of the given flags have no effect, one line for each reason."""
-    ignored: dict[tuple[str, str], list[str]] = {}
-    for flag in FLAGS:
-        if (unmet := flag.find_unmet(args)) is not None:
-            ignored.setdefault((render_text(unmet.unmet, args), render_text(unmet.remedy, args)), []).append(flag.option)
-    for (why, remedy), names in ignored.items():
-        has, them = ("has", "it") if len(names) == 1 else ("have", "them")
-        logger.warning("sglang-ext: %s %s no effect: %s. Remedy: %s, or leave %s out", ", ".join(names), has, why, remedy, them)
-
-
-def _check_sparse_from(args: "KVServerArgs") -> None:
-    """Refuse a length that no context reaches.
-
-    Raises:
-        OptionError: Names it, and the longest context.
-    """
+def _check_sparse_from(args: KVServerArgs) -> None:
+    """Refuse a length that no context reaches."""
     begin, context = args.kv_sparse_from, args.get_model_config().context_len
     if MIN_CONTEXT < begin >= context:
         raise OptionError(
@@ -144,12 +122,8 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
         )
 
 
-def _check_chunks(args: "KVServerArgs") -> None:
-    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers.
-
-    Raises:
-        OptionError: Names both, and matching values.
-    """
+def _check_chunks(args: KVServerArgs) -> None:
+    """Refuse pages that do not fill the chunks of prompts. SGLang's own message has no numbers."""
     chunk, page = args.chunked_prefill_size, args.page_size
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
         return
@@ -159,11 +133,17 @@ def _check_chunks(args: "KVServerArgs") -> None:
     )
 
 
-def _warn_of_short_contexts(args: "KVServerArgs") -> None:
+def _warn_of_short_contexts(args: KVServerArgs) -> None:
     """Log if no context that the server accepts is long enough for compression."""
-    shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
+    # Compressed KV has whole pages, and if packed, whole blocks of them.
+    page, lengths = args.page_size or 1, []
+    for quantizer in (each.quantizer for each in method_options.methods(args)):
+        if quantizer is None:
+            lengths.append(max(MIN_CONTEXT, page))
+        else:
+            lengths.append(max(MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent)
     # Contexts with at most --kv-select tokens are read whole.
-    least = max(args.kv_sparse_from, shortest, selection_options.max_selected_tokens(args) + 1)
+    least = max(args.kv_sparse_from, min(lengths), selection_options.max_selected_tokens(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
@@ -173,20 +153,8 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
             )  # fmt: skip
 
 
-def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
-    """Tokens of the shortest context that is compressed. Compressed KV has whole pages, and if packed, whole blocks of them."""
-    page = args.page_size or 1
-    if quantizer is None:
-        return max(MIN_CONTEXT, page)
-    return max(MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent
-
-
-def _check_least_host_memory(args: "KVServerArgs") -> None:
-    """Refuse host memory without space for the shortest compressed context.
-
-    Raises:
-        OptionError: Names the minimum.
-    """
+def _check_least_host_memory(args: KVServerArgs) -> None:
+    """Refuse host memory without space for the shortest compressed context."""
     config = args.get_model_config()
     width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
     tokens = -(-MIN_CONTEXT // args.page_size) * args.page_size

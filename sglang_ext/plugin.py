@@ -21,26 +21,23 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.arguments import CheckedServerArgs
     from sglang_ext.hooks.activation import is_patched_fork, register_transfer
 
     if is_patched_fork():
         return
-    HookRegistry.register(ARGUMENTS, KVServerArgs, HookType.REPLACE)
+    HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
-        engine.Engine.server_args_class = KVServerArgs
+        engine.Engine.server_args_class = CheckedServerArgs
     register_transfer()
     register_backends()
 
 
 def register_backends() -> None:
     """Register the speculative algorithm, the radix cache backend and the transfer backend, once per process."""
-    from sglang.srt.mem_cache.registry import (
-        get_radix_cache_factory,
-        register_radix_cache_backend,
-    )
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
@@ -48,9 +45,7 @@ def register_backends() -> None:
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
-        SpeculativeAlgorithm.register(
-            SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm
-        )(worker_class)
+        SpeculativeAlgorithm.register(SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm)(worker_class)
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
     register_transfer_backend()
@@ -89,8 +84,9 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
     from sglang.srt.disaggregation.utils import KVClassType
 
-    if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
-        return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
+    stock = {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}
+    if class_type in stock:
+        return stock[class_type]
     from sglang_ext.hooks.activation import activate_transfer
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
@@ -99,9 +95,9 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
     if class_type is KVClassType.MANAGER:
         # Once per scheduler process, before its first request.
         activate_transfer()
-    classes = {
+    ours = {
         KVClassType.MANAGER: ProgressiveManager,
         KVClassType.SENDER: ProgressiveSender,
         KVClassType.RECEIVER: ProgressiveReceiver,
     }
-    return classes[class_type]
+    return ours[class_type]

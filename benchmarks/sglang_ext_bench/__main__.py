@@ -5,10 +5,10 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from sglang_ext.tools import output_files
 from sglang_ext.core import OptionError
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import leave_on_signals, stop_all
+from sglang_ext_bench.options import check_outputs
 
 
 PLOTS = "matplotlib"
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     try:
         args = parser.parse_args(arguments[1:])
-        output_files.check_outputs(args)
+        check_outputs(args)
         return module.run(args)
     except (CommandError, OptionError) as error:
         print(f"{name}: {error}", file=sys.stderr)

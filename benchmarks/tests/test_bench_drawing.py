@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from bench_helpers import SETTING
 
-from sglang_ext.managers.cache_rank.timeline import PackEvent
+from sglang_ext.managers.cache_rank.layerwise_client import PackEvent
 from sglang_ext_bench import drawing, report
 from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.drawing import Curve, Heading

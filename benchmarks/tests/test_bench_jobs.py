@@ -12,7 +12,7 @@ from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.jobs import command, sending
 from sglang_ext_bench.jobs.results import Job, Phases, job_phases, summarize, tables
 from sglang_ext_bench.jobs.sending import ServerQueues, arrival_times
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent, TransferTimeline
 
 ROOM = 7
 KINDS = ("expected", "computed", "encoded", "anchor", "complete")

@@ -16,7 +16,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.speed.decode_wave import Stream
-from sglang_ext.managers.cache_rank.timeline import PackEvent, PackTimeline
+from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 

@@ -15,10 +15,10 @@ from sglang_ext_bench.servers_apart import answer
 from sglang_ext_bench.speed.decode_wave import Stream
 from sglang_ext_bench.transfer import accuracy, clocks, command, results
 from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
-from sglang_ext.config import transports
+from sglang_ext.config import disaggregation_options
 from sglang_ext_bench.transfer.server_pair import TransferResponse
 from sglang_ext_bench.transfer.results import summarize, survival
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 
 PROMPT = 200
 
@@ -166,12 +166,12 @@ def test_methods_differ_in_how_kv_travels_alone():
 
 
 def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
-    monkeypatch.setattr(transports, "find_spec", lambda name: None)
+    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: None)
     asked = command.possible_pairs([parse_method("mooncake_tcp"), parse_method("int8")], [None])
     assert [each.name for each, _ in asked] == ["int8"]
     assert "mooncake_tcp-unlimited: skipped: the package mooncake is not installed: pip install" in capsys.readouterr().out
-    monkeypatch.setattr(transports, "find_spec", lambda name: object())
-    monkeypatch.setattr(transports, "import_module", lambda name: object())
+    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: object())
+    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: object())
     assert "cannot be limited to 0.1 Gbit/s" in obstacle(parse_method("mooncake_tcp"), 0.1) and obstacle(parse_method("mooncake_tcp"), None) is None
 
 

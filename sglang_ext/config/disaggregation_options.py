@@ -1,26 +1,25 @@
-"""Options that cannot be combined with prefill-decode disaggregation (``--disaggregation-mode``) or the transfer backend ``progressive``,
-with reason and remedy, and the settings of a link.
+"""Prefill-decode disaggregation: options that cannot be combined with it, the settings that both ends of a link share, and whether a
+transfer backend works on this machine.
 
 Both roles accept the same methods. The prefill server computes a prompt's KV, SGLang's transfer backend transfers it, and the decode server
 compresses it, drafts and verifies.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 from sglang_ext.config.method_options import drop_methods, offered_methods
-from sglang_ext.config.options import RAW, has_progressive_transfer
-from sglang_ext.config.rules import Refusal, at_most_one, refuse_if_set
+from sglang_ext.config.options import BACKEND, RAW, has_progressive_transfer
+from sglang_ext.config.rules import KVServerArgs, Refusal, at_most_one, refuse_if_set
 from sglang_ext.mem_cache.compressors import catalogue
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
 # Prefix of link settings about prompts that are transferred quantized.
 CODES = "codes."
 REFERENCES = ("exact", "int8", RAW)
 
 
-def packs_all(args: "KVServerArgs") -> str | None:
+def packs_all(args: KVServerArgs) -> str | None:
     """The first method of the server that packs all tokens. None if there is none."""
     return next((offer.quant_method for offer in offered_methods(args) if offer.quant_method and offer.drop_method is None), None)
 
@@ -51,7 +50,7 @@ PROGRESSIVE: tuple[Refusal, ...] = (
 )
 
 
-def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | str]:
+def quantized_transfer_settings(args: KVServerArgs) -> dict[str, bool | int | str]:
     """Settings that both ends of a link must share if prompts are transferred quantized, with names that begin with :data:`CODES`.
 
     {} if none are. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing there reads the full KV
@@ -67,3 +66,50 @@ def quantized_transfer_settings(args: "KVServerArgs") -> dict[str, bool | int | 
     block = catalogue.quantizer(packs, bits, partition).block
     said = {"method": packs, "bits": bits, "partition": partition or 0, "block": block, "prefill": args.kv_prefill}
     return {CODES + name: value for name, value in said.items()}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The module that SGLang imports for a transport.
+
+    Attributes:
+        module: The module that transfers the bytes.
+        remedy: How to install it.
+    """
+
+    module: str
+    remedy: str
+
+
+MOONCAKE_TCP = "mooncake_tcp"
+# SGLang's transports. Other ones include what they need, as ours does.
+TRANSPORTS = {
+    "mooncake": Transport("mooncake.engine", "pip install mooncake-transfer-engine"),
+    MOONCAKE_TCP: Transport("mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine)"),
+    "nixl": Transport("nixl._api", "pip install nixl"),
+    "mori": Transport("mori.io", "use SGLang's image for AMD's GPUs, which has it"),
+    "ascend": Transport("memfabric_hybrid", "use SGLang's image for Ascend's NPUs, which has it"),
+}
+# It transfers nothing.
+FAKE = "fake"
+
+
+def transport_obstacle(backend: str) -> str | None:
+    """Why a prefill and a decode server cannot transfer KV with this backend here, with the remedy, in one line. None if they can.
+
+    The transport's module is imported, because it may need system libraries.
+    """
+    if backend == FAKE:
+        return f"it moves no KV, and SGLang's prefill servers refuse it: use {BACKEND}"
+    transport = TRANSPORTS.get(backend)
+    if transport is None:
+        return None
+    package = transport.module.partition(".")[0]
+    if find_spec(package) is None:
+        return f"the package {package} is not installed: {transport.remedy}, or use {BACKEND}"
+    try:
+        import_module(transport.module)
+    except (ImportError, OSError) as error:
+        said = " ".join(str(error).split())
+        return f"{transport.module} does not load ({type(error).__name__}: {said}): install what it lacks, or use {BACKEND}"
+    return None

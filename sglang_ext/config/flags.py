@@ -1,32 +1,25 @@
 """The table of flags.
 
-To add a flag, add a field to :class:`KVFlags`. The parser, the help, the checks, docs/flags.md and the tests are made from the table.
-Then run ``python -m sglang_ext.tools.manual``, and add the flag to patches/sglang-0.5.17/0002-arguments.patch.
+To add a flag, add a field to :class:`~sglang_ext.config.rules.KVServerArgs`, and an entry here. The parser, the help, the checks,
+docs/flags.md and the tests are made from the table. Then run ``python -m sglang_ext.tools.manual``, and add the flag to
+patches/sglang-0.5.17/0002-arguments.patch.
 Checks that read files, the model or the machine are functions (flag_checks.py).
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, get_type_hints
 
-from sglang.srt.arg_groups.arg_utils import NS, A
-
-from sglang_ext.config import disaggregation_options, method_options, options, prefill_options, refused_options, request_params
+from sglang_ext.config import combinations, disaggregation_options, method_options, options, request_params
 from sglang_ext.config import selection_options as selection
-from sglang_ext.config.conditions import (
+from sglang_ext.config.combinations import (
     BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
     HAS_SELECTOR, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
-from sglang_ext.config.rules import Flag, Range, Refusal, one_of, refuse_if_set
+from sglang_ext.config.rules import Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS
 
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
-
-MEMORY_NAMESPACE = NS("memory")
 # Sections of docs/flags.md, in the order of the page.
 GROUPS = (
     *("Mode", "What the compressed cache keeps", "Tokens selected for each step", "Drafts", "Streams", "Full KV in host memory"),
@@ -38,24 +31,21 @@ KEEPS_TOKENS = "it keeps tokens as they are"
 ONLY_VERIFIED = Refusal("--kv-mode lossy", lambda args: args.kv_mode != "verified", "it verifies nothing", "pass --kv-mode verified")
 
 
-def _has_no_quantizer(args: "KVServerArgs") -> bool:
+def _has_no_quantizer(args: KVServerArgs) -> bool:
     return method_options.shared_quant_method(method_options.offered_methods(args)) is None
 
 
-def _points_to_full_kv(args: "KVServerArgs") -> bool:
+def _points_to_full_kv(args: KVServerArgs) -> bool:
     return catalogue.points(args.kv_compressor)
 
 
-@dataclasses.dataclass
-class KVFlags:
-    """The ``--kv-*`` flags, as fields of SGLang's arguments: type, :class:`Flag`, SGLang's namespace and default."""
-
-    kv_mode: A[str, Flag(
+TABLE: dict[str, Flag] = {
+    "kv_mode": Flag(
         text="full: stock SGLang. verified: draft on compressed KV and verify on full KV, with the outputs of full. lossy: decode "
         "on compressed KV alone.",
-        group=SECTION_MODE, values=options.MODES, conflicts=refused_options.REFUSALS,
-    ), MEMORY_NAMESPACE] = "full"
-    kv_compressor: A[str, Flag(
+        group=SECTION_MODE, values=options.MODES, conflicts=combinations.REFUSALS,
+    ),
+    "kv_compressor": Flag(
         text=f"How the KV cache is compressed: by dropping tokens ({', '.join(catalogue.dropping())}), by packing them in few bits "
         f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. Or a class of your own, in a file or in an "
         "installed module: ./my_method.py:KeyNorm, package.module:KeyNorm. "
@@ -73,9 +63,9 @@ class KVFlags:
             ),
             Refusal(
                 "--page-size {args.page_size}",
-                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % Quest.scoring.page != 0,
-                f"on a GPU it selects pages of {Quest.scoring.page} tokens, which must be pages of the pool",
-                f"pass --page-size {Quest.scoring.page}", needs_device=True,
+                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % catalogue.QUEST_PAGE != 0,
+                f"on a GPU it selects pages of {catalogue.QUEST_PAGE} tokens, which must be pages of the pool",
+                f"pass --page-size {catalogue.QUEST_PAGE}", needs_device=True,
             ),
             Refusal(
                 "--disaggregation-mode {args.disaggregation_mode}",
@@ -84,8 +74,8 @@ class KVFlags:
                 "pass --kv-compressor spade", needs_device=True,
             ),
         ),
-    ), MEMORY_NAMESPACE] = catalogue.DEFAULT
-    kv_budget: A[float | None, Flag(
+    ),
+    "kv_budget": Flag(
         text=f"Share of the context's tokens that compressed KV keeps. Default: {DEFAULT_BUDGET}, or 1 if tokens are only packed.",
         group=SECTION_KEPT, values=(method_options.BUDGETS,), example=0.25,
         conflicts=(
@@ -94,13 +84,13 @@ class KVFlags:
                 "both say how many tokens each KV head reads", "leave --kv-select out",
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-    kv_sparse_from: A[int, Flag(
+    ),
+    "kv_sparse_from": Flag(
         text="Context length from which KV is compressed. Shorter contexts are read whole. Requests draft (verified) or become "
         f"approximate (lossy) from this length on. Below {MIN_CONTEXT} tokens compression saves too little.",
         group=SECTION_KEPT, values=(Range(MIN_CONTEXT, unit="tokens"),), example=4096,
-    ), MEMORY_NAMESPACE] = MIN_CONTEXT
-    kv_bits: A[int | None, Flag(
+    ),
+    "kv_bits": Flag(
         text="Bits of a packed number: "
         + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
         + ". The first is the default.",
@@ -120,8 +110,8 @@ class KVFlags:
                 KEEPS_TOKENS, "add a packing method: --kv-compressor {args.kv_compressor}+kivi",
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-    kv_partition: A[int | None, Flag(
+    ),
+    "kv_partition": Flag(
         text="Size of a quantization group for integer attention: channels of a key, tokens of a value. "
         + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
         + ". The first is the default. Smaller groups are more precise, and take more memory.",
@@ -131,14 +121,14 @@ class KVFlags:
                 "--kv-compressor {args.kv_compressor}", _has_no_quantizer, KEEPS_TOKENS, f"pass --kv-compressor {catalogue.partitioned()[0]}"
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-    kv_prefill: A[str, Flag(
+    ),
+    "kv_prefill": Flag(
         text="KV that prefill attention reads. exact: exact keys and values, except for a cached prefix of which only quantized KV is "
         "left. quantized (--kv-mode lossy, --kv-compressor hack): quantized blocks; a token's own block is exact. quantized applies to "
         "all prompts: also below --kv-sparse-from, with other methods, and of requests that decode on full KV.",
-        group=SECTION_KEPT, values=prefill_options.PREFILL_MODES, conflicts=prefill_options.CONFLICTS,
-    ), MEMORY_NAMESPACE] = prefill_options.EXACT
-    kv_head_budgets: A[str, Flag(
+        group=SECTION_KEPT, values=options.PREFILL_MODES, conflicts=combinations.PREFILL_CONFLICTS,
+    ),
+    "kv_head_budgets": Flag(
         text=f"equal: all heads keep the same number of tokens. adaptive: the most important tokens over all heads and layers are kept, "
         f"with {COMPARABLE}. auto: adaptive for {' and '.join(catalogue.better_uneven())} (1.5 times the tokens per verification); equal for "
         "other methods, with several methods, and in deterministic mode on a GPU.",
@@ -158,46 +148,45 @@ class KVFlags:
                 "its scores do not compare over heads", f"pass one of {COMPARABLE}", value="adaptive",
             ),
         ),
-    ), MEMORY_NAMESPACE] = "auto"
-    kv_more_compressors: A[str | None, Flag(
+    ),
+    "kv_more_compressors": Flag(
         text="More methods that requests may ask for by name, in custom_params: NAME or NAME:BUDGET, separated by commas, as in "
         "snapkv:0.125,kivi. At most one of all methods may pack tokens.",
         group=SECTION_KEPT,
-    ), MEMORY_NAMESPACE] = None
-    kv_scores: A[str | None, Flag(
+    ),
+    "kv_scores": Flag(
         text="Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
         group=SECTION_KEPT,
-    ), MEMORY_NAMESPACE] = None
-    kv_predictor: A[str | None, Flag(
+    ),
+    "kv_predictor": Flag(
         text="Folder of a network fitted to the model, written by python -m sglang_ext.fit kvzap, for --kv-compressor kvzap.",
         group=SECTION_KEPT,
-    ), MEMORY_NAMESPACE] = None
-    kv_online_compressor: A[str, Flag(
+    ),
+    "kv_online_compressor": Flag(
         text="With kvzip: the method for contexts that begin with none of the documents, and for tokens after a document. With kvzap: "
         "the method for contexts whose KV is loaded from host memory.",
         group=SECTION_KEPT, values=catalogue.online(), requires=(HAS_ONLINE_METHOD, NEEDS_ONLINE_METHOD),
-    ), MEMORY_NAMESPACE] = catalogue.DEFAULT
-
-    kv_select: A[float | None, Flag(
+    ),
+    "kv_select": Flag(
         text="Tokens of the context that each KV head reads in a step, as a share or as a number. Shorter contexts are read whole. The "
         "first 4 and the newest 32 tokens are always included. On a GPU quest rounds all of these up to pages of 16, and needs "
         "--page-size 16. Default: the share of --kv-budget.",
         group=SECTION_SELECTED, example="0.125 or 2048",
         values=(Range(0, 1, excludes_minimum=True, integers_only=False), Range(2, unit="tokens", accepts_float_type=True)),
         requires=(HAS_SELECTOR, SELECTS_FEWER_THAN_ALL),
-    ), MEMORY_NAMESPACE] = None
-    kv_select_every: A[int | str, Flag(
+    ),
+    "kv_select_every": Flag(
         text="Steps between two selections of tokens. With --kv-mode verified, tokens are also selected after each verification. Cache "
         "ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
         "acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
         group=SECTION_SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(HAS_SELECTOR,),
-    ), MEMORY_NAMESPACE] = "auto"
-    kv_select_by: A[str, Flag(
+    ),
+    "kv_select_by": Flag(
         text="Query used to select tokens before the step computes its query. current: the query of the previous step. regressed: a "
         "prediction from the last 17 queries.",
         group=SECTION_SELECTED, values=tuple(PREDICTORS), requires=(IS_SPADE,),
-    ), MEMORY_NAMESPACE] = "current"
-    kv_cache_ranks: A[int, Flag(
+    ),
+    "kv_cache_ranks": Flag(
         text="Number of processes that hold the keys of long requests and select tokens while the model computes. Requests are "
         "distributed among them. With a model on a GPU, each has a GPU of its own. In mode lossy they also hold values and send the "
         "selected rows, and full KV is freed. 0: the server selects: between steps (CPU), or on a second stream (GPU).",
@@ -212,8 +201,8 @@ class KVFlags:
                 "cache ranks work on a CPU or on NVIDIA GPUs", "pass --device cpu", needs_device=True,
             ),
         ),
-    ), MEMORY_NAMESPACE] = 0
-    kv_cache_rank_gpu: A[int | None, Flag(
+    ),
+    "kv_cache_rank_gpu": Flag(
         text="With a model on a GPU: the GPU of the first cache rank. The others use the next ones. Run nothing else there: a kernel "
         "waits on it for the queries of each step. Default: the GPU after the model's.",
         group=SECTION_SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
@@ -223,8 +212,8 @@ class KVFlags:
                 "cache ranks are on GPUs only if the model is", "pass --device cuda", needs_device=True,
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-    kv_pack_layers: A[int | str, Flag(
+    ),
+    "kv_pack_layers": Flag(
         text="Layers whose queries are sent to a cache rank together. Fewer are used if they divide the model's layers more evenly: 12 "
         "becomes 10 in a model of 30 layers. auto: 4 to 12, by the times of messages and of selection.",
         group=SECTION_SELECTED, values=(Range(1, unit="layers"), "auto"), example=6, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
@@ -233,14 +222,14 @@ class KVFlags:
                 "--kv-cache-ranks on GPUs", selection.has_gpu_ranks, "all layers of a step are sent at once", "pass auto", needs_device=True
             ),
         ),
-    ), MEMORY_NAMESPACE] = "auto"
-    kv_cache_rank_gb: A[float | None, Flag(
+    ),
+    "kv_cache_rank_gb": Flag(
         text="Memory of each cache rank, in GB of 10^9 bytes, for keys with --kv-score-bits; in mode lossy also for exact keys and "
         "values. Requests without space are read whole. Default: by the size of SGLang's pool and the free memory.",
         group=SECTION_SELECTED, values=(Range(0, unit="GB", excludes_minimum=True, integers_only=False),), example=8,
         requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
-    ), MEMORY_NAMESPACE] = None
-    kv_score_bits: A[int | None, Flag(
+    ),
+    "kv_score_bits": Flag(
         text="Bits of the keys with which tokens are selected. 16: the keys of the pool. 8, 4: integers with a scale for each token, "
         "head and 32 channels, 9 and 5 bits in total. Outputs in mode lossy depend on it. Default: 8 for cache ranks on GPUs, else 16.",
         group=SECTION_SELECTED, values=SCORE_BITS, requires=(IS_SPADE, IS_NOT_PREFILL_SERVER),
@@ -251,27 +240,24 @@ class KVFlags:
                 f"pass --kv-score-bits {EXACT}, or --kv-cache-ranks 1, which quantizes them",
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-
-    kv_draft_length: A[int | str, Flag(
+    ),
+    "kv_draft_length": Flag(
         text="Tokens drafted on compressed KV before each verification. auto: the fastest length by measured acceptance and times, "
         "without drafts if full KV is faster.",
         group=SECTION_DRAFTS, values=(Range(1, options.MAX_DRAFT_LENGTH), "auto"), example=15, requires=(IS_VERIFIED,),
-    ), MEMORY_NAMESPACE] = "auto"
-    kv_max_burst: A[int | None, Flag(
+    ),
+    "kv_max_burst": Flag(
         text="Maximum number of tokens that a request gets at once. Limits the draft length, for an even stream. A round gives at least "
         "a draft and the bonus token.",
         group=SECTION_DRAFTS, values=(Range(2, unit="tokens"),), requires=(IS_VERIFIED, BURST_LIMITS_ROUND),
-    ), MEMORY_NAMESPACE] = None
-
-    kv_stream_pacing: A[str, Flag(
+    ),
+    "kv_stream_pacing": Flag(
         text="When the tokens of a round are sent in a stream, each as a separate chunk. burst: all at once. even: spread over the "
         "expected time of the next round, so at most one round later. A request may override it with kv_stream_pacing in "
         "custom_params.",
         group=SECTION_STREAMS, values=request_params.PACINGS,
-    ), MEMORY_NAMESPACE] = request_params.BURST
-
-    kv_host_gb: A[float, Flag(
+    ),
+    "kv_host_gb": Flag(
         text="Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that do not fit the device. It is "
         "loaded, and its checksums compared, when a prompt begins with such a prefix. With --kv-compressor lynx alone and --page-size "
         "64, a load of packed tokens only transfers the residual of the compressed KV on the device: 7 bits per bfloat16 number. 0: "
@@ -285,8 +271,8 @@ class KVFlags:
             ),
             refuse_if_set("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
         ),
-    ), MEMORY_NAMESPACE] = 0.0
-    kv_full_tier: A[str, Flag(
+    ),
+    "kv_full_tier": Flag(
         text="Where full KV of running requests is stored. device: on the device. host: in host memory, loaded for each verification. "
         "auto: on the device; in host memory if it does not fit and measured times predict a gain.",
         group=SECTION_HOST, values=options.FULL_TIERS, requires=(HAS_NO_OFFLOAD_OBSTACLE,),
@@ -297,38 +283,36 @@ class KVFlags:
             ),
             *(dataclasses.replace(each, value="host") for each in options.OFFLOAD_OBSTACLES),
         ),
-    ), MEMORY_NAMESPACE] = "device"
-    kv_offload_draft_length: A[int, Flag(
+    ),
+    "kv_offload_draft_length": Flag(
         text="Maximum number of drafts before a verification that loads full KV from the host. It is rounded down to whole rounds of "
         "--kv-draft-length.",
         group=SECTION_HOST, values=(Range(1, options.MAX_OFFLOAD_DRAFT_LENGTH),), example=64, requires=(IS_VERIFIED, CAN_OFFLOAD_FULL_KV),
-    ), MEMORY_NAMESPACE] = 64
-
-    kv_reference: A[str, Flag(
+    ),
+    "kv_reference": Flag(
         text="KV that the decode server receives, and verifies drafts with. exact: the prefill server's KV, bit for bit, sent as a 4-bit "
         "anchor (5 bits with scales), then the remaining bits. int8: 8 bits, sent as the same anchor, then 4 bits. raw: unchanged, in one "
         "piece. Both servers must use the same.",
         group=SECTION_TRANSFER, values=disaggregation_options.REFERENCES, scope=HAS_PROGRESSIVE_TRANSFER,
-    ), MEMORY_NAMESPACE] = "exact"
-    kv_link_gbps: A[float | None, Flag(
+    ),
+    "kv_link_gbps": Flag(
         text="Maximum Gbit/s (10^9 bits) that the prefill server sends from one host to all decode servers together. Its ranks share it "
         "equally. Default: no limit.",
         group=SECTION_TRANSFER, values=(Range(0.01, unit="Gbit/s", integers_only=False),), example=100, scope=HAS_PROGRESSIVE_TRANSFER,
         requires=(IS_PREFILL_SERVER,),
-    ), MEMORY_NAMESPACE] = None
-    kv_link_keys: A[str | None, Flag(
+    ),
+    "kv_link_keys": Flag(
         text="File of the CURVE keys that both servers hold, mode 600. With it they may be on different machines. Written by python -m "
         "sglang_ext.link_keys FILE.",
         group=SECTION_TRANSFER, scope=HAS_PROGRESSIVE_TRANSFER,
-    ), MEMORY_NAMESPACE] = None
-
-    kv_bench_acceptance: A[float | None, Flag(
+    ),
+    "kv_bench_acceptance": Flag(
         text="For benchmarks: outputs are useless. Each draft is accepted with this probability if all previous ones were, whatever "
         "verification finds. So speed can be measured without trained weights.",
         group=SECTION_BENCH, values=(request_params.PROBABILITY,), example=0.9, conflicts=(ONLY_VERIFIED,),
         warning="drafts are accepted by chance, so answers are of no use",
-    ), MEMORY_NAMESPACE] = None
-    kv_bench_corrupt_loads: A[int | None, Flag(
+    ),
+    "kv_bench_corrupt_loads": Flag(
         text="For tests: corrupt one page of full KV in host memory every N loads. Checksums detect it, and the KV is recomputed. "
         "Outputs stay correct, but speed is meaningless.",
         group=SECTION_BENCH, values=(Range(1, unit="loads per corrupted page"),), example=7,
@@ -337,8 +321,8 @@ class KVFlags:
             Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "nothing is loaded", "pass --kv-host-gb with a number of GB"),
         ),
         warning="host memory loses bits on purpose; outputs stay correct, and some are recomputed",
-    ), MEMORY_NAMESPACE] = None
-    kv_bench_codec: A[str | None, Flag(
+    ),
+    "kv_bench_codec": Flag(
         text="For benchmarks: outputs are useless. KV is sent in one piece, with a codec for comparison in place of --kv-reference's. "
         "MODULE:CLASS, for example sglang_ext_bench.baselines.quantized_codec:Int8Codec. Both servers must use the same.",
         group=SECTION_BENCH, scope=HAS_PROGRESSIVE_TRANSFER, warning="KV arrives as a lossy codec leaves it, so answers are of no use",
@@ -350,8 +334,8 @@ class KVFlags:
                 "use --kv-mode verified on both servers",
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
-    kv_bench_timeline: A[str | None, Flag(
+    ),
+    "kv_bench_timeline": Flag(
         text=f"For benchmarks. With {BACKEND_OPTION}: file to which rank 0 appends, as JSON lines, when the KV of each bootstrap_room was "
         "computed, sent and received, and when its tokens were drafted and verified. With --kv-cache-ranks: when each step reached "
         "each pack of layers, and when its tokens were requested, selected and written.",
@@ -362,11 +346,11 @@ class KVFlags:
                 "pass --kv-cache-ranks 0", needs_device=True,
             ),
         ),
-    ), MEMORY_NAMESPACE] = None
+    ),
+}
+"""The flags by the names of their fields."""
 
-
-HINTS = get_type_hints(KVFlags, include_extras=True)
 FLAGS: tuple[Flag, ...] = tuple(
-    dataclasses.replace(HINTS[field.name].__metadata__[0], name=field.name, default=field.default) for field in dataclasses.fields(KVFlags)
+    dataclasses.replace(flag, name=name, default=getattr(KVServerArgs, name)) for name, flag in TABLE.items()
 )
 """The entries of the table, with names and defaults."""

@@ -1,21 +1,20 @@
 """The compression methods that a server offers, of which a request selects one by name: allowed values and combinations, budgets by
-head, and the folders that methods read."""
+head, and the folders that methods read.
+
+The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.config import model_options
 from sglang_ext.config.options import attention_backends, expected_device
-from sglang_ext.config.rules import Range
+from sglang_ext.config.rules import KVServerArgs, Range
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
 BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
@@ -46,23 +45,25 @@ class OfferedMethod:
         return catalogue.parse(self.compressor)[1]
 
     def is_named(self, asked: object) -> bool:
-        """Whether a name in a request means this method. Both the flag's name and the public name do, and ``snapkv:.5`` is
-        ``snapkv:0.50``."""
+        """Whether a name in a request means this method: its name or its public name, also with a budget written differently."""
         if not isinstance(asked, str):
             return False
         if asked == self.name or asked == self.public_name:
             return True
         compressor, text = catalogue.split(asked)
         try:
-            known = (self.compressor, self.public_name.removesuffix(self.suffix))
-            return text is not None and compressor in known and float(text) == self.budget
+            return text is not None and compressor in (self.compressor, self._public_compressor) and float(text) == self.budget
         except ValueError:
             return False
 
     @property
+    def _public_compressor(self) -> str:
+        return "+".join(part for part in (self.drop_method, self.quant_method) if part)
+
+    @property
     def public_name(self) -> str:
         """Name in ``meta_info`` and metrics: as ``name``, but a user's own class has its class name, without its file."""
-        return "+".join(part for part in (self.drop_method, self.quant_method) if part) + self.suffix
+        return self._public_compressor + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -70,7 +71,7 @@ class OfferedMethod:
         return self.name.removeprefix(self.compressor)
 
 
-def offered_methods(args: "KVServerArgs") -> tuple[OfferedMethod, ...]:
+def offered_methods(args: KVServerArgs) -> tuple[OfferedMethod, ...]:
     """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
@@ -82,17 +83,13 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
-    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions.
-
-    Raises:
-        OptionError: A method does not support so many bits, or such partitions.
-    """
+def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
+    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions."""
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
 
 
-def drop_methods(args: "KVServerArgs") -> set[str]:
+def drop_methods(args: KVServerArgs) -> set[str]:
     """Names of the methods of a server that drop tokens."""
     return {offer.drop_method for offer in offered_methods(args) if offer.drop_method is not None}
 
@@ -102,12 +99,8 @@ def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
-def resolve(args: "KVServerArgs") -> None:
-    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+def resolve(args: KVServerArgs) -> None:
+    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have."""
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
         raise OptionError(
@@ -118,7 +111,12 @@ def resolve(args: "KVServerArgs") -> None:
     found = offered_methods(args)
     for place, offer in enumerate(found):
         _check_differs(offer, found[:place])
-    _check_alone(found)
+    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
+    if pointing and len(found) > 1:
+        raise OptionError(
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
+            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
+        )
     packs = shared_quant_method(found)
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
@@ -134,9 +132,6 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
         budget: The requested share. None for the method's default.
         flag: The flag that names the compressor, for messages.
         told: Format of the budget in messages.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
@@ -157,9 +152,7 @@ def _parsed(item: str) -> OfferedMethod:
     try:
         budget = None if text is None else float(text)
     except ValueError:
-        raise OptionError(
-            f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
-        ) from None
+        raise OptionError(f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi") from None
     return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, with budget {{}}"))
 
 
@@ -181,22 +174,8 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
         )
 
 
-def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
-    """Refuse other methods together with one whose compressed KV points into full KV."""
-    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
-    if pointing and len(found) > 1:
-        raise OptionError(
-            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
-            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
-        )
-
-
-def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+def check_resolved(args: KVServerArgs) -> None:
+    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends."""
     found = offered_methods(args)
     if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
@@ -226,15 +205,12 @@ def _packed_by(offer: OfferedMethod, packs: str) -> str:
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
 
 
-def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -> None:
+def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads.
 
     Args:
         args: The server's arguments.
         head_dim: Returns the channels of a head. Called only if keys are partitioned. None if not known yet.
-
-    Raises:
-        OptionError: Names the partition, and the allowed ones.
     """
     found = offered_methods(args)
     for packed in (offer for offer in found if offer.quant_method):
@@ -250,7 +226,7 @@ def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -
         )
 
 
-def resolve_head_budgets(args: "KVServerArgs") -> None:
+def resolve_head_budgets(args: KVServerArgs) -> None:
     """Resolve ``--kv-head-budgets auto``.
 
     ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
@@ -259,39 +235,26 @@ def resolve_head_budgets(args: "KVServerArgs") -> None:
     """
     first, *others = offered_methods(args)
     if args.kv_head_budgets == "auto":
-        better = first.drop_method is not None and COMPRESSORS[first.drop_method].better_uneven
+        better = first.drop_method in catalogue.better_uneven()
         alone = better and not others and first.quant_method is None
-        args.kv_head_budgets = "adaptive" if alone and _are_read(args) else "equal"
+        device = expected_device(args.device)
+        backends = model_options.COMPRESSED_KV_BACKENDS.get(device)
+        can_read = backends is not None and attention_backends(args) <= set(backends)
+        # In deterministic mode on a GPU attention cannot read uneven heads in a batch with a request that cannot be drafted (planner.py).
+        can_read = can_read and (device == "cpu" or not args.enable_deterministic_inference)
+        args.kv_head_budgets = "adaptive" if alone and can_read else "equal"
 
 
-def check_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+def check_head_budgets(args: KVServerArgs) -> None:
+    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends."""
     if args.kv_head_budgets == "adaptive":
         model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
-def _are_read(args: "KVServerArgs") -> bool:
-    """Whether attention can read uneven heads with the current selection, in batches with any request.
-
-    In deterministic mode on a GPU it cannot, in a batch with a request that cannot be drafted (planner.py).
-    """
-    device = expected_device(args.device)
-    read = device in model_options.COMPRESSED_KV_BACKENDS and attention_backends(args) <= set(model_options.COMPRESSED_KV_BACKENDS[device])
-    return read and (device == "cpu" or not args.enable_deterministic_inference)
-
-
-def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
-    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
+    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := COMPRESSORS[name].reads) is None:
+        if (wanted := catalogue.required_folder(name)) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)
@@ -324,16 +287,8 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
     return next((place for place, offer in enumerate(found) if offer.is_named(asked)), None)
 
 
-def check_request(args: "KVServerArgs", asked: object) -> None:
-    """Refuse a method that the server does not have.
-
-    Args:
-        args: The server's arguments.
-        asked: The value of :data:`COMPRESSOR_PARAM` in a request.
-
-    Raises:
-        ValueError: Names the method and those that the server has.
-    """
+def check_request(args: KVServerArgs, asked: object) -> None:
+    """Refuse a request's :data:`COMPRESSOR_PARAM` that is no method of the server: ``ValueError`` names the server's."""
     found = offered_methods(args)
     if method_index(found, {COMPRESSOR_PARAM: asked}) is None:
         raise ValueError(

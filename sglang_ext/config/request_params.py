@@ -8,13 +8,10 @@ import difflib
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.config import method_options
-from sglang_ext.config.rules import Range
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config.rules import KVServerArgs, Range
 
 CUSTOM_PARAMS = "custom_params"
 PACING, ACCEPTANCE = "kv_stream_pacing", "kv_acceptance"
@@ -23,13 +20,13 @@ BURST, EVEN = PACINGS = ("burst", "even")
 PROBABILITY = Range(0, 1, integers_only=False)
 
 
-def _check_pacing(args: "KVServerArgs", asked: object) -> None:
+def _check_pacing(args: KVServerArgs, asked: object) -> None:
     """Refuse an unknown pacing."""
     if asked not in PACINGS:
         raise ValueError(f"{PACING} is {asked!r}; pass {' or '.join(map(repr, PACINGS))}, or leave it out for the server's")
 
 
-def _check_acceptance(args: "KVServerArgs", asked: object) -> None:
+def _check_acceptance(args: KVServerArgs, asked: object) -> None:
     """Refuse an acceptance that is not a probability, or on a server where verification decides."""
     forced, setting = args.kv_bench_acceptance, f"{ACCEPTANCE} in custom_params is {asked!r}"
     if forced is None:
@@ -57,7 +54,7 @@ def _value(custom_params: dict[str, Any] | None, key: str) -> Any:
     return custom_params.get(key) if isinstance(custom_params, dict) else None
 
 
-REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
+REQUEST_PARAMS: dict[str, Callable[[KVServerArgs, Any], None]] = {
     method_options.COMPRESSOR_PARAM: method_options.check_request,
     PACING: _check_pacing,
     ACCEPTANCE: _check_acceptance,
@@ -76,7 +73,7 @@ MAX_LENGTH = 40
 """Longest key that is compared, in characters. Comparing takes time quadratic in the length, and the client chooses the length."""
 
 
-def check(args: "KVServerArgs", custom_params: object, has_processor: bool = False) -> None:
+def check(args: KVServerArgs, custom_params: object, has_processor: bool = False) -> None:
     """Refuse unknown parameters, and values that this server cannot serve.
 
     Args:
@@ -126,10 +123,7 @@ def check_key(key: str, holder: str) -> None:
 
 @lru_cache(maxsize=1024)
 def similar_param(key: str) -> str | None:
-    """Return the parameter, or ``custom_params``, that a key resembles. Case and punctuation do not count.
-
-    A key without ``kv_`` resembles a parameter only if the rest is equal, since other software has keys such as ``compression``.
-    """
+    """The parameter, or ``custom_params``, that a key resembles, case and punctuation aside. Without ``kv_`` the rest must be equal."""
     if len(key) > MAX_LENGTH:
         return None
     letters = _letters(key)

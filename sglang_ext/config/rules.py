@@ -1,4 +1,5 @@
-"""The classes of the table of flags (flags.py): a flag, its allowed values, the conditions for its effect, and refused combinations.
+"""The server's arguments, and the classes of the table of flags (flags.py): a flag, its allowed values, the conditions for its effect, and
+refused combinations.
 
 Texts may name values of the arguments, as in ``--tp-size {args.tp_size}``.
 """
@@ -7,29 +8,64 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import Arg
 from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.core import OptionError
+from sglang_ext.core import MIN_CONTEXT, OptionError
+from sglang_ext.mem_cache.compressors import catalogue
 
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
-Predicate = Callable[["KVServerArgs"], bool]
+@dataclass
+class KVServerArgs(ServerArgs):
+    """SGLang's server arguments with a field for each ``--kv-*`` flag.
+
+    flags.py says what each flag does. :class:`~sglang_ext.arguments.CheckedServerArgs` parses and checks them.
+    """
+
+    kv_mode: str = "full"
+    kv_compressor: str = catalogue.DEFAULT
+    kv_budget: float | None = None
+    kv_sparse_from: int = MIN_CONTEXT
+    kv_bits: int | None = None
+    kv_partition: int | None = None
+    kv_prefill: str = "exact"
+    kv_head_budgets: str = "auto"
+    kv_more_compressors: str | None = None
+    kv_scores: str | None = None
+    kv_predictor: str | None = None
+    kv_online_compressor: str = catalogue.DEFAULT
+    kv_select: float | None = None
+    kv_select_every: int | str = "auto"
+    kv_select_by: str = "current"
+    kv_cache_ranks: int = 0
+    kv_cache_rank_gpu: int | None = None
+    kv_pack_layers: int | str = "auto"
+    kv_cache_rank_gb: float | None = None
+    kv_score_bits: int | None = None
+    kv_draft_length: int | str = "auto"
+    kv_max_burst: int | None = None
+    kv_stream_pacing: str = "burst"
+    kv_host_gb: float = 0.0
+    kv_full_tier: str = "device"
+    kv_offload_draft_length: int = 64
+    kv_reference: str = "exact"
+    kv_link_gbps: float | None = None
+    kv_link_keys: str | None = None
+    kv_bench_acceptance: float | None = None
+    kv_bench_corrupt_loads: int | None = None
+    kv_bench_codec: str | None = None
+    kv_bench_timeline: str | None = None
+
+
+Predicate = Callable[[KVServerArgs], bool]
 
 
 def option(name: str) -> str:
     """The flag of a field, as users type it."""
     return f"--{name.replace('_', '-')}"
-
-
-def is_not_default(args: "KVServerArgs", name: str) -> bool:
-    """Whether a field differs from its default."""
-    field = type(args).__dataclass_fields__[name]
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    return getattr(args, name) != default
 
 
 def round_up(minimum: float) -> str:
@@ -95,11 +131,11 @@ class Condition:
 
     text: str
     holds: Predicate
-    unmet: str | Callable[["KVServerArgs"], str]
-    remedy: str | Callable[["KVServerArgs"], str]
+    unmet: str | Callable[[KVServerArgs], str]
+    remedy: str | Callable[[KVServerArgs], str]
 
 
-def render_text(text: str | Callable[["KVServerArgs"], str], args: "KVServerArgs") -> str:
+def render_text(text: str | Callable[[KVServerArgs], str], args: KVServerArgs) -> str:
     """Fill a text of the table with values of the arguments, for a message."""
     return text(args) if callable(text) else text.format(args=args)
 
@@ -130,8 +166,8 @@ class Refusal:
     value: object = None
     needs_device: bool = False
 
-    def check(self, args: "KVServerArgs", flag: str, otherwise: str = "") -> None:
-        """Raise if the arguments request the option, or a dependent one.
+    def check(self, args: KVServerArgs, flag: str, otherwise: str = "") -> None:
+        """Refuse arguments that request the option, or a dependent one.
 
         Args:
             args: The server's arguments.
@@ -146,7 +182,9 @@ class Refusal:
             named, why, remedy = (render_text(text, args) for text in (self.option, self.why, self.remedy))
             raise OptionError(f"{combination} {named}: {why}; {remedy}{otherwise}.")
         for name in self.dependent_fields:
-            if is_not_default(args, name):
+            field = type(args).__dataclass_fields__[name]
+            default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+            if getattr(args, name) != default:
                 raise OptionError(
                     f"{combination} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
                     f"{self.why}; leave it out, or use --kv-mode full."
@@ -198,7 +236,7 @@ class Flag(Arg):
 
     def __post_init__(self) -> None:
         has_range = any(isinstance(each, Range) for each in self.values)
-        allowed = f" Allowed: {self.allowed}." if has_range else ""
+        allowed = f" Allowed: {one_of(self.values)}." if has_range else ""
         needs = f" Needs {', '.join(self.needs)}." if self.needs else ""
         object.__setattr__(self, "help", self.text + allowed + needs)
         object.__setattr__(self, "choices", None if has_range else list(self.values) or None)
@@ -210,48 +248,31 @@ class Flag(Arg):
         return option(self.name)
 
     @property
-    def allowed(self) -> str:
-        """The allowed values as text."""
-        return one_of(self.values)
-
-    @property
     def needs(self) -> list[str]:
         """The conditions for an effect as texts."""
         return [condition.text for condition in (self.scope, *self.requires) if condition.text]
 
-    def is_given(self, args: "KVServerArgs") -> bool:
+    def is_given(self, args: KVServerArgs) -> bool:
         """Whether the flag differs from its default."""
         return getattr(args, self.name) != self.default
 
-    def check_value(self, args: "KVServerArgs") -> None:
-        """Refuse a value out of range.
-
-        Raises:
-            OptionError: Names the flag, its value and the allowed values.
-        """
+    def check_value(self, args: KVServerArgs) -> None:
+        """Refuse a value out of range, with an :class:`OptionError` that names the allowed values."""
         value = getattr(args, self.name)
-        is_unset = value is None and self.default is None
-        if self.values and not is_unset and not any(each.allows(value) if isinstance(each, Range) else each == value for each in self.values):
+        is_allowed = any(each.allows(value) if isinstance(each, Range) else each == value for each in self.values)
+        if self.values and not is_allowed and (value is not None or self.default is not None):
             example = "" if self.example is None else f", for example {self.example}"
-            raise OptionError(f"{self.option} is {value!r}; pass {self.allowed}{example}, or leave it out")
+            raise OptionError(f"{self.option} is {value!r}; pass {one_of(self.values)}{example}, or leave it out")
 
-    def check_conflicts(self, args: "KVServerArgs", has_device: bool = False) -> None:
-        """Refuse combinations with the flag, if it is given.
-
-        Args:
-            args: The server's arguments.
-            has_device: True: check only refusals with ``needs_device``. False: check only the others.
-
-        Raises:
-            OptionError: Names the flag, the other option, the reason and the remedy.
-        """
+    def check_conflicts(self, args: KVServerArgs, has_device: bool = False) -> None:
+        """Refuse combinations with the flag, if it is given: those with ``needs_device`` if ``has_device``, else the others."""
         value = getattr(args, self.name)
         otherwise = "" if self.name == "kv_mode" else f", or leave {self.option} out"
         for each in self.conflicts if self.is_given(args) else ():
             if each.needs_device == has_device and each.value in (None, value):
                 each.check(args, f"{self.option} {value}", otherwise)
 
-    def find_unmet(self, args: "KVServerArgs") -> Condition | None:
+    def find_unmet(self, args: KVServerArgs) -> Condition | None:
         """The first condition for an effect that is not met. None if the flag is not given, or has an effect."""
         conditions = (self.scope, *self.requires) if self.is_given(args) else ()
         return next((each for each in conditions if not each.holds(args)), None)

@@ -1,4 +1,7 @@
-"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process."""
+"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process.
+
+The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
+"""
 
 import logging
 import math
@@ -9,15 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.config import options
-from sglang_ext.config.rules import round_up
+from sglang_ext.config.rules import KVServerArgs, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 from sglang_ext.mem_cache.selection.predictors import query_predictor
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.mem_cache.compressors.spade import Spade
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 logger = logging.getLogger(__name__)
 
@@ -31,32 +33,32 @@ EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES = 256 << 20, 3 << 29
 RANK_BITS = 8
 
 
-def has_selector(args: "KVServerArgs") -> bool:
+def has_selector(args: KVServerArgs) -> bool:
     """Whether the server's method selects tokens for each step."""
     return catalogue.parse(args.kv_compressor)[0] in catalogue.per_step_methods()
 
 
-def is_spade(args: "KVServerArgs") -> bool:
+def is_spade(args: KVServerArgs) -> bool:
     """Whether the server's method is spade, which selects with predicted queries."""
     return catalogue.parse(args.kv_compressor)[0] == catalogue.SPADE
 
 
-def has_attention_selector(args: "KVServerArgs") -> bool:
+def has_attention_selector(args: KVServerArgs) -> bool:
     """Whether attention selects pages by their extremes, stored beside the pool. Known after SGLang selected the device."""
     return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == catalogue.QUEST
 
 
-def selects_on_cpu_alone(args: "KVServerArgs") -> bool:
-    """Whether the server's method would select tokens on a device other than a CPU, which it cannot."""
+def selects_on_cpu_alone(args: KVServerArgs) -> bool:
+    """Whether the server's method selects tokens on a CPU only, and the device is another."""
     return has_selector(args) and args.device != "cpu" and not is_spade(args) and not has_attention_selector(args)
 
 
-def selection_interval(args: "KVServerArgs") -> int:
+def selection_interval(args: KVServerArgs) -> int:
     """The selection interval, in steps; for auto the shortest interval."""
     return 1 if args.kv_select_every == AUTO else args.kv_select_every
 
 
-def selection_intervals(args: "KVServerArgs") -> tuple[int, ...]:
+def selection_intervals(args: KVServerArgs) -> tuple[int, ...]:
     """Selection intervals from which a server chooses by measured times, longest first; a single one if it does not choose.
 
     A server chooses only for spade in mode verified: in mode lossy, answers would depend on times. Cache ranks choose their own interval.
@@ -65,12 +67,12 @@ def selection_intervals(args: "KVServerArgs") -> tuple[int, ...]:
     return INTERVALS if chooses else (selection_interval(args),)
 
 
-def ranks(args: "KVServerArgs") -> int:
-    """Number of cache ranks to start, 0 for none. A server that only prefills has no steps to select tokens for."""
+def ranks(args: KVServerArgs) -> int:
+    """Number of cache ranks to start, 0 for none. A server that only prefills has no steps."""
     return args.kv_cache_ranks if is_spade(args) and args.disaggregation_mode != "prefill" else 0
 
 
-def slot_code_bits(args: "KVServerArgs") -> int:
+def slot_code_bits(args: KVServerArgs) -> int:
     """Bits of the quantized keys that are stored beside the pool for selection. 0 if selection uses exact keys, or is done by cache ranks.
     A server that only prefills selects nothing."""
     if not is_spade(args) or args.kv_cache_ranks or args.disaggregation_mode == "prefill" or args.kv_score_bits in (None, EXACT):
@@ -78,7 +80,7 @@ def slot_code_bits(args: "KVServerArgs") -> int:
     return args.kv_score_bits
 
 
-def score_bits(args: "KVServerArgs") -> int:
+def score_bits(args: KVServerArgs) -> int:
     """Bits of the keys used for selection. Known after SGLang selected the device.
 
     With the default, cache ranks on GPUs select for some layers in less time than the model computes them (docs/results/longcot.md).
@@ -88,12 +90,7 @@ def score_bits(args: "KVServerArgs") -> int:
     return RANK_BITS if has_gpu_ranks(args) else EXACT
 
 
-def max_cache_ranks() -> int:
-    """Maximum number of cache ranks here: the cores of this process."""
-    return len(os.sched_getaffinity(0))
-
-
-def has_remote_values(args: "KVServerArgs") -> bool:
+def has_remote_values(args: KVServerArgs) -> bool:
     """Whether cache ranks also hold values, and send K and V of the selected tokens. Known after SGLang selected the device.
 
     They do in mode lossy, where no verification reads full KV here. On GPUs only if full KV is freed: otherwise selected tokens are read
@@ -104,29 +101,25 @@ def has_remote_values(args: "KVServerArgs") -> bool:
     return not has_gpu_ranks(args) or (args.disaggregation_mode == "null" and options.why_full_kv_stays(args) is None)
 
 
-def has_gpu_ranks(args: "KVServerArgs") -> bool:
+def has_gpu_ranks(args: KVServerArgs) -> bool:
     """Whether cache ranks select on GPUs of their own. Known after SGLang selected the device."""
     return ranks(args) > 0 and args.device == "cuda"
 
 
-def exchange_buffer_bytes(args: "KVServerArgs") -> int:
+def exchange_buffer_bytes(args: KVServerArgs) -> int:
     """Maximum memory of the model's GPU that it shares with each cache rank, bytes."""
     return ROW_EXCHANGE_BUFFER_BYTES if has_remote_values(args) else EXCHANGE_BUFFER_BYTES
 
 
-def cache_rank_gpus(args: "KVServerArgs") -> list[int]:
+def cache_rank_gpus(args: KVServerArgs) -> list[int]:
     """The GPUs of the cache ranks, in order: from the flag's GPU, or from the one after the model's."""
     first = args.base_gpu_id + 1 if args.kv_cache_rank_gpu is None else args.kv_cache_rank_gpu
     return [first + each for each in range(args.kv_cache_ranks)]
 
 
-def resolve(args: "KVServerArgs") -> None:
-    """Refuse more cache ranks than cores, and set the budget from the share of selected tokens, before the budget is checked.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
-    if args.kv_cache_ranks > (cores := max_cache_ranks()):
+def resolve(args: KVServerArgs) -> None:
+    """Refuse more cache ranks than cores, and set the budget from the share of selected tokens, before the budget is checked."""
+    if args.kv_cache_ranks > (cores := len(os.sched_getaffinity(0))):
         raise OptionError(
             f"--kv-cache-ranks is {args.kv_cache_ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole "
             f"number from 0, for none, to {cores}, for example 1"
@@ -136,7 +129,7 @@ def resolve(args: "KVServerArgs") -> None:
         args.kv_budget = min(1.0, float(args.kv_select))
 
 
-def _check_fewest(args: "KVServerArgs") -> None:
+def _check_fewest(args: KVServerArgs) -> None:
     """Refuse a number so small that queries would select no token."""
     always, most = step_method(args).always_kept, max_selected_tokens(args)
     if 0 < most <= always:
@@ -146,7 +139,7 @@ def _check_fewest(args: "KVServerArgs") -> None:
         )
 
 
-def _check_share(args: "KVServerArgs", context: int) -> None:
+def _check_share(args: KVServerArgs, context: int) -> None:
     """Refuse a share with which queries select no token in the longest context, and log if they select none in shorter ones."""
     always, share = step_method(args).always_kept, args.kv_budget
     if max_selected_tokens(args) or share is None:
@@ -167,12 +160,8 @@ def _check_share(args: "KVServerArgs", context: int) -> None:
         )  # fmt: skip
 
 
-def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse more tokens than a context has, and cache ranks that do not fit the model, after SGLang read the model's config.
-
-    Raises:
-        OptionError: Names the option, and the remedy.
-    """
+def check_resolved(args: KVServerArgs) -> None:
+    """Refuse more tokens than a context has, and cache ranks that do not fit the model, after SGLang read the model's config."""
     if not has_selector(args):
         return
     most, context = max_selected_tokens(args), args.get_model_config().context_len
@@ -193,12 +182,8 @@ def check_resolved(args: "KVServerArgs") -> None:
         _check_against_model(args)
 
 
-def check_gpus(args: "KVServerArgs") -> None:
-    """Refuse more cache ranks on GPUs than there are GPUs, and log if one shares the model's. The device must be known.
-
-    Raises:
-        OptionError: Names the GPUs, and the remedy.
-    """
+def check_gpus(args: KVServerArgs) -> None:
+    """Refuse more cache ranks on GPUs than there are GPUs, and log if one shares the model's. The device must be known."""
     if not has_gpu_ranks(args):
         return
     gpus, found = cache_rank_gpus(args), torch.cuda.device_count()
@@ -216,7 +201,7 @@ def check_gpus(args: "KVServerArgs") -> None:
         )  # fmt: skip
 
 
-def _check_against_model(args: "KVServerArgs") -> None:
+def _check_against_model(args: KVServerArgs) -> None:
     """Refuse packs of more layers than the model has, and memory too small for the shortest request, or larger than the host's."""
     config, size = args.get_model_config(), args.kv_cache_rank_gb
     check_layer_packs(args, config.num_hidden_layers)
@@ -239,37 +224,31 @@ def _check_against_model(args: "KVServerArgs") -> None:
         host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
 
 
-def check_layer_packs(args: "KVServerArgs", layers: int) -> None:
-    """Refuse packs of more layers than a model has.
-
-    Raises:
-        OptionError: Names both numbers.
-    """
+def check_layer_packs(args: KVServerArgs, layers: int) -> None:
+    """Refuse packs of more layers than a model has."""
     pack = args.kv_pack_layers
     if ranks(args) and pack != "auto" and pack > layers:
         raise OptionError(f"--kv-pack-layers is {pack}, and the model has {layers} layers: pass a number up to that, or auto")
 
 
-def max_selected_tokens(args: "KVServerArgs") -> int:
+def max_selected_tokens(args: KVServerArgs) -> int:
     """Maximum number of tokens that each KV head reads, for any context. 0 if a share sets it."""
     return int(args.kv_select) if has_selector(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
-def spade(args: "KVServerArgs") -> "Spade":
-    """The spade method with the flags' settings, for arguments after :func:`resolve`."""
-    from sglang_ext.mem_cache.compressors.spade import Spade
+def spade(args: KVServerArgs) -> "Spade":
+    """The spade method with the flags' settings. For arguments after :func:`resolve`."""
+    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not ranks(args)
-    return Spade(query_predictor(args.kv_select_by), selection_interval(args), each_round, most=max_selected_tokens(args))
+    return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
 
 
-def stepping(args: "KVServerArgs", name: str) -> Compressor:
-    """Another per-step method with the flags' settings."""
-    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
-    return replace(found, in_attention=True) if name == catalogue.QUEST and has_attention_selector(args) else found
-
-
-def step_method(args: "KVServerArgs") -> Compressor:
+def step_method(args: KVServerArgs) -> Compressor:
     """The server's per-step method with the flags' settings."""
-    return spade(args) if is_spade(args) else stepping(args, catalogue.parse(args.kv_compressor)[0])
+    if is_spade(args):
+        return spade(args)
+    name = catalogue.parse(args.kv_compressor)[0]
+    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
+    return replace(found, in_attention=True) if has_attention_selector(args) else found

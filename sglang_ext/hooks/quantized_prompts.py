@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_ext.managers.kv_transfer.feature import KVTransfer
-    from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
+    from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +63,11 @@ def count_prompt_slots(original: Callable, req: "Req") -> int:
     return original(req) if planned is None else planned.slots
 
 
-def pre_alloc(
-    original: Callable,
-    queue: "DecodePreallocQueue",
-    req: "Req",
-    prefix_indices: torch.Tensor | None = None,
-    prefix_len: int | None = None,
-    total_prefix_len: int | None = None,
-) -> torch.Tensor:
+def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *prefix: Any, **named_prefix: Any) -> torch.Tensor:
     """Hook around ``DecodePreallocQueue._pre_alloc``: presents tokens in compressed KV to SGLang as a prefix in its padding page."""
     prompts, planned = _prompts(queue), getattr(req, PLANNED, None)
     if planned is None:
-        slots = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
+        slots = original(queue, req, *prefix, **named_prefix)
     else:
         # From here on it counts all its tokens.
         delattr(req, PLANNED)

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-
-    from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Attribute of SGLang's scheduler: an event of its stream, after its device work before the last launch.
 LAUNCH_EVENT_ATTRIBUTE = "kv_before_launch"
@@ -44,15 +40,12 @@ RETRY_ADVICE = "send the request again"
 def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
     """Hook around ``PrefillBootstrapQueue.create_sender``: passes the prompt, its packing and its newest queries to the sender."""
     made = original(queue, req, num_kv_heads)
-    if made:
-        _set_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
-        packs = _packs_prompts(queue, req.disagg_kv_sender)
-        if packs is not None:
-            req.disagg_kv_sender.set_packing(*packs)
-        traveling = _prompt_queries(queue, req.disagg_kv_sender)
-        if traveling is not None:
-            tokens = len(req.origin_input_ids)
-            req.disagg_kv_sender.set_query_reader(lambda most: traveling.read(req.req_pool_idx, tokens, most))
+    if not made or not _sends(req):
+        return made
+    feature, tokens = quantized_prompts.transfer_feature(queue.scheduler), len(req.origin_input_ids)
+    packing = None if feature is None else feature.prompt_packing()
+    read_queries = None if feature is None else lambda most: feature.prompt_queries.read(req.req_pool_idx, tokens, most)
+    req.disagg_kv_sender.set_prompt(req.origin_input_ids, _refusal(req), packing, read_queries)
     return made
 
 
@@ -65,19 +58,28 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     """
     from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
     if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
         req.bootstrap_room = retry_room(req.bootstrap_room, req.rid)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
-    _poll_prefill_servers(queue, made.kv_receiver)
-    quantized_prompts.expect_quantized(queue, req, made.kv_receiver, is_rebootstrap)
-    _refuse_beyond_pool(queue, req, made.kv_receiver)
-    _set_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
-    traveling = _prompt_queries(queue, made.kv_receiver)
-    if traveling is not None:
-        made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
-    if not is_rebootstrap:
-        _enable_early_decoding(queue, req, made.kv_receiver)
+    receiver = made.kv_receiver
+    if not isinstance(receiver, ProgressiveReceiver):
+        return made
+    # The queue polls a request's prefill server in each iteration of the scheduler, as long as the receiver waits. SGLang polls 15 times,
+    # once per second, because each attempt blocks its scheduler. This backend's look-up does not block.
+    queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
+    quantized_prompts.expect_quantized(queue, req, receiver, is_rebootstrap)
+    _refuse_beyond_pool(queue, req)
+    receiver.set_prompt([*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids, _refusal(req))
+    feature = quantized_prompts.transfer_feature(queue.scheduler)
+    if feature is None:
+        return made
+    receiver.expect_queries(feature.prompt_queries, lambda: req.req_pool_idx)
+    full_kv = None if is_rebootstrap else feature.arriving_full_kv(req, queue.tree_cache)
+    if full_kv is not None:
+        prefill_again = quantized_prompts.RecomputeQueue(queue).prefill_again
+        receiver.enable_early_decoding(lambda arrival: full_kv.expect(req.req_pool_idx, arrival), prefill_again)
     return made
 
 
@@ -139,35 +141,17 @@ def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_c
 
 
 def _sends(req: "Req") -> bool:
+    """Whether this backend sends the request's KV. Other senders belong to SGLang's warm-up, or to another backend in a patched fork."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     return isinstance(getattr(req, "disagg_kv_sender", None), ProgressiveSender)
 
 
-def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "PromptQueries | None":
-    """The queries of this rank's requests, if compressors use some and this backend transfers them."""
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(end, ProgressiveSender | ProgressiveReceiver) else None
-    return None if feature is None else feature.prompt_queries
-
-
-def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
-    """How this rank packs prompts that are transferred quantized. None if it does not."""
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(end, ProgressiveSender) else None
-    return None if feature is None else feature.prompt_packing()
-
-
-def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
+def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
     """End a request that does not fit an empty pool. SGLang would let it wait forever, and all requests behind it."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-
-    if not isinstance(receiver, ProgressiveReceiver) or req.to_finish is not None:
+    if req.to_finish is not None:
         return
     slots, kept, pool = queue._pre_alloc_fill_len(req), queue.num_reserved_decode_tokens, queue.max_total_num_tokens
     if slots + kept > pool:
@@ -178,34 +162,12 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
         req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
-def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
-    """Let the queue poll a request's prefill server in each iteration of the scheduler, as long as the receiver waits.
+def _refusal(req: "Req") -> str | None:
+    """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not.
 
-    SGLang polls 15 times, once per second, because each attempt blocks its scheduler. This backend's look-up does not block.
+    SGLang keeps a single token of such a request.
     """
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-
-    if isinstance(receiver, ProgressiveReceiver):
-        queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
-
-
-def _enable_early_decoding(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-
-    feature = quantized_prompts.transfer_feature(queue.scheduler) if isinstance(receiver, ProgressiveReceiver) else None
-    full_kv = None if feature is None else feature.arriving_full_kv(req, queue.tree_cache)
-    if full_kv is not None:
-        receiver.enable_early_decoding(lambda room: full_kv.expect(req.req_pool_idx, room), quantized_prompts.RecomputeQueue(queue).prefill_again)
-
-
-def _set_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    # Other senders belong to SGLang's warm-up, or to another backend in a patched fork.
-    if isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        # SGLang keeps a single token of a request that it has refused, or that was aborted while its grammar was compiled.
-        end.set_prompt(tokens, getattr(req.to_finish, "message", None))
+    return getattr(req.to_finish, "message", None)
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:

@@ -1,7 +1,6 @@
 """The tables of the transfer backend ``progressive``: its hooks in SGLang, and the private names that it uses (activation.py)."""
 
-from sglang_ext.hooks.private_names import PrivateName
-from sglang_ext.hooks.table import KV_CLASS_HOOK, Hook
+from sglang_ext.hooks.table import KV_CLASS_HOOK, Hook, PrivateName
 
 # Applied in any mode, when a scheduler process uses the backend.
 TRANSFER_HOOKS: tuple[Hook, ...] = (

@@ -7,12 +7,12 @@ imported. Code that serves one feature asks the worker for it: ``worker.feature(
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
-from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.config.options import QUANTIZED
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.core import TPRanks
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.layers.forward import AttentionOverrides
-    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
     from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
     from sglang_ext.managers.metrics import KVMetrics
     from sglang_ext.managers.served_methods import ServedMethods
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
     from sglang_ext.mem_cache.compressed.queries import QueryWindows
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
-    from sglang_ext.core import TPRanks
-
 
 FeatureType = TypeVar("FeatureType", bound="Feature")
 
@@ -47,26 +45,16 @@ class Worker(Protocol):
     """The part of the worker (worker.py) that features and rounds read.
 
     Attributes:
-        server_args: The server's arguments.
-        model_runner: SGLang's model runner of the target model.
         target_worker: SGLang's worker of the target model, which runs prefills.
         req_to_token_pool: SGLang's token table, with the draft rows.
-        token_to_kv_pool_allocator: SGLang's slot allocator.
         lossy: True in ``--kv-mode lossy``.
         max_verify_tokens: Largest number of tokens of a request in a verification.
-        methods: The compression methods that requests may ask for.
-        requests: The draft states of the requests.
-        ranks: The tensor-parallel ranks.
-        metrics: Metrics on SGLang's page.
         memory: The memory plan, with the sizes of the model.
         attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
         graphs: Captured verifications; None if there are none.
-        queries: The newest queries of each request.
-        buffers: The layers of SGLang's KV pool.
         layout: How compressed KV is stored in slots.
         key_derived_data: Data computed from the pool's keys and stored outside it (key codes, page extremes); None if there is none.
         compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
-        features: The enabled features.
     """
 
     server_args: "KVServerArgs"
@@ -111,9 +99,9 @@ MetricValue = tuple[str, float] | tuple[str, float, str]
 class Feature:
     """Base of the features. The defaults do nothing.
 
-    The worker calls the methods in the order of their definition. It calls :meth:`memory` before SGLang sizes its pool, and
-    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv` once the prefix tree exists,
-    before the first forward.
+    The worker calls the methods in the order of their definition. It calls :meth:`planned_bytes` before SGLang sizes its pool, and
+    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv_provider` once the prefix tree
+    exists, before the first forward.
 
     Attributes:
         args: The server's arguments.
@@ -126,7 +114,7 @@ class Feature:
     def __init__(self, args: "KVServerArgs") -> None:
         self.args = args
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`.
 
         Args:
@@ -143,30 +131,16 @@ class Feature:
     def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
         """Create the object that selects tokens while steps run. The first result that is not None is used.
 
-        Args:
-            worker: The server's worker.
-            method: The server's first method. Methods that select in steps are served alone.
+        ``method``: the server's first one. Methods that select in steps are served alone.
         """
         return None
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV | None":
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
         """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Current values of :attr:`gauges`, and totals of :attr:`counters`."""
         yield from ()
-
-
-class FeatureEntry(NamedTuple):
-    """One feature.
-
-    Attributes:
-        target: Dotted name of the class, imported only if the feature is enabled.
-        is_enabled: Whether the server's arguments enable it. Called after SGLang resolved them.
-    """
-
-    target: str
-    is_enabled: "Callable[[KVServerArgs], bool]"
 
 
 def _uses_quantized_attention(args: "KVServerArgs") -> bool:
@@ -177,18 +151,19 @@ def _uses_quantized_attention(args: "KVServerArgs") -> bool:
     return frees and any(offer.quant_method for offer in offered_methods(args))
 
 
-FEATURES: tuple[FeatureEntry, ...] = (
-    FeatureEntry("sglang_ext.managers.kv_transfer.feature.KVTransfer", options.has_progressive_transfer),
-    FeatureEntry("sglang_ext.managers.kv_offload.feature.HostOffload", lambda args: bool(args.kv_host_gb)),
-    FeatureEntry("sglang_ext.managers.quantized_attention.QuantizedAttention", _uses_quantized_attention),
-    FeatureEntry("sglang_ext.managers.cache_rank.feature.CacheRanks", lambda args: bool(args.kv_cache_ranks)),
-    FeatureEntry("sglang_ext.managers.sparse_attention.SparseAttention", selection_options.has_selector),
-)
+# Dotted name of each class, and whether the server's arguments, as SGLang resolved them, enable it.
+FEATURES: "dict[str, Callable[[KVServerArgs], bool]]" = {
+    "sglang_ext.managers.kv_transfer.feature.KVTransfer": options.has_progressive_transfer,
+    "sglang_ext.managers.kv_offload.feature.HostOffload": lambda args: bool(args.kv_host_gb),
+    "sglang_ext.managers.quantized_attention.QuantizedAttention": _uses_quantized_attention,
+    "sglang_ext.managers.cache_rank.feature.CacheRanks": lambda args: bool(args.kv_cache_ranks),
+    "sglang_ext.managers.sparse_attention.SparseAttention": selection_options.has_selector,
+}
 
 
 def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
     """Import and create the features that a server's arguments enable, in the order of :data:`FEATURES`."""
-    return tuple(pkgutil.resolve_name(entry.target)(args) for entry in FEATURES if entry.is_enabled(args))
+    return tuple(pkgutil.resolve_name(name)(args) for name, is_enabled in FEATURES.items() if is_enabled(args))
 
 
 def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
@@ -197,12 +172,9 @@ def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelect
     return next((selector for selector in selectors if selector is not None), None)
 
 
-def create_full_kv(worker: Worker, tree_cache: "TieredRadixCache") -> "ResidentFullKV | OffloadedFullKV":
+def create_full_kv_provider(worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider:
     """Create the full-KV provider of a server. At most one feature has one; without any, full KV stays on the device."""
-    provider = None
-    for feature in worker.features:
-        created = feature.full_kv(worker, tree_cache)
-        if created is not None:
-            assert provider is None, f"two features provide full KV: {provider} and {created}"
-            provider = created
-    return ResidentFullKV() if provider is None else provider
+    created = [feature.full_kv_provider(worker, tree_cache) for feature in worker.features]
+    providers = [provider for provider in created if provider is not None]
+    assert len(providers) <= 1, f"two features provide full KV: {providers}"
+    return providers[0] if providers else FullKVProvider()

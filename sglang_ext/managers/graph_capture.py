@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,40 +11,29 @@ from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
-from sglang_ext.layers.attention import torch_native
-from sglang_ext.layers.forward import AttentionOverride, use_plain_decoding
+from sglang_ext.layers.forward import AttentionOverride
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 
 logger = logging.getLogger(__name__)
 
-
-def prepare_backends(model_runner: "ModelRunner") -> None:
-    """Prepare SGLang's attention backends and graphs before they are created.
-
-    SGLang treats the target's runner as one of plain decoding, with one token per request. Its ``torch_native`` backend is replaced.
-    """
-    use_plain_decoding(model_runner)
-    torch_native.register()
+# FlashInfer's name of the plan's memory, in all of its wrappers.
+PLAN = "_pin_memory_int_workspace_buffer"
 
 
 def capture_verify_graphs(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> "VerifyGraphSet | None":
-    """Capture verification graphs, if the server verifies and SGLang captured graphs of one token per request; otherwise None.
+    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs.
 
-    Args:
-        args: The server's.
-        model_runner: The target's.
-        queries: Records the queries of the graphs.
-        verifier: Attention of verifications without a graph; None for the model's own.
+    ``verifier``: attention of verifications without a graph; None for the model's own.
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
@@ -68,32 +57,24 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
     return most if width == 1 else max(most, options.max_captured_tokens(args, model_runner.req_to_token_pool.size))
 
 
-def record_step_queries(
-    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, every: int
-) -> AbstractContextManager[None]:
-    """A context in which captured graphs of steps record queries, if tokens are selected by them every ``every`` steps."""
-    if not every or model_runner.decode_cuda_graph_runner is None:
-        return nullcontext()
-    return queries.capturing(max_captured_tokens(args, model_runner), steps=True)
-
-
 def create_compressed_attention(
-    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, every: int, layout: KVLayout, on_gpu: bool
+    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
 ) -> AttentionOverride | None:
     """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it.
 
     Args:
         args: The server's.
         model_runner: The target's.
-        queries: Records the queries of steps, if tokens are selected by them every ``every`` steps.
-        every: Selection interval; 0 if no method selects by the queries of steps.
+        queries: Records the queries of steps in captured graphs, if tokens are selected by them.
+        selection_interval: In steps; 0 if no method selects by the queries of steps.
         layout: Layout of the server's compressed KV.
         on_gpu: Whether the KV pool is on a GPU.
     """
     if not on_gpu:
         model_runner.attn_backend.layout = layout
         return None
-    with record_step_queries(args, model_runner, queries, every):
+    records = selection_interval and model_runner.decode_cuda_graph_runner is not None
+    with queries.capturing(max_captured_tokens(args, model_runner), steps=True) if records else nullcontext():
         # Rows that cache ranks send are plain tokens, too, but steps over them have a kernel of their own.
         if type(layout) is PlainLayout:
             return None
@@ -112,10 +93,6 @@ def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
 
     return VerifyAttention(model_runner)
-
-
-# FlashInfer's name of the plan's memory, in all of its wrappers.
-PLAN = "_pin_memory_int_workspace_buffer"
 
 
 def unpin_plans(model_runner: "ModelRunner", graphs: "VerifyGraphSet | None") -> None:

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.common import first_attention_layer, attention_scaling
+from sglang_ext.layers.forward import first_attention_layer, attention_scaling
 from sglang_ext.layers.kernels.gpu_launch import capability
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
@@ -24,9 +24,10 @@ from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
+logger = logging.getLogger(__name__)
 
 # Upper limit of query rings, as a share of the memory for KV; and rings that exist in any case, if that many requests run.
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
@@ -88,20 +89,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need.
+    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need. The log names each part.
 
     Attributes:
-        rings: Requests whose newest queries are kept at once.
-        query_rings: These queries, for methods that score keys by them.
+        rings: Requests whose newest queries are kept at once, in ``query_rings`` bytes.
         draft_rows: A second row of the token table for each request, and wider rows.
         compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
-        pending_drafts: Drafts that are not verified yet.
         scores: Predicted scores of all slots, and the network that predicts them.
-        key_codes: Keys of all slots in few bits, by which tokens are selected.
-        extremes: Smallest and largest numbers of all pages, by which pages are selected.
-        staging: Staging buffers for full KV on its way to and from host memory.
-        workspaces: Workspaces for the attention of verifications.
-        selection_workspaces: Workspaces for selections of tokens or pages by the queries of steps.
+        key_codes, extremes: Data of all slots by which tokens, or pages, are selected.
         exchange_buffers: Upper limit of the buffers through which cache ranks on other GPUs get keys and queries. If the ranks send rows,
             also the records of compressed KV.
         prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
@@ -142,8 +137,8 @@ class MemoryPlan:
 class MemoryUser(Protocol):
     """A feature of the worker (feature.py) that needs memory beside the pool."""
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
-        """Bytes by field of :class:`MemoryPlan`. Arguments as :meth:`MemoryPlanner.plan`'s."""
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+        """Bytes by field of :class:`MemoryPlan`."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +163,6 @@ class MemoryPlanner:
     capability: tuple[int, int] | None
     features: Sequence[MemoryUser] = ()
 
-    @property
-    def stride(self) -> int:
-        """Upper limit of a request's tokens in a verification."""
-        return self.args.speculative_num_draft_tokens
-
     @classmethod
     def of(
         cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser] = ()
@@ -185,7 +175,7 @@ class MemoryPlanner:
     @property
     def ring_span(self) -> int:
         """Queries in the ring of a request, as :attr:`QueryWindows.span`."""
-        return self.served.window + max(self.stride, self.served.every)
+        return self.served.window + max(self.args.speculative_num_draft_tokens, self.served.selection_interval)
 
     @property
     def code_bytes(self) -> int:
@@ -200,7 +190,7 @@ class MemoryPlanner:
         return next((method.compressor for method in self.served.methods if method.compressor.in_attention), None)
 
     def _extremes(self, slots: int) -> int:
-        """Bytes of the page extremes of this number of slots, as in page_extremes.py; 0 if there are none."""
+        """Bytes of the page extremes of this number of slots, as in key_derived_data.py; 0 if there are none."""
         model, paging = self.model, self.paging
         page = 0 if paging is None else slots // paging.scoring.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
@@ -238,14 +228,14 @@ class MemoryPlanner:
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
         """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
         args, model, rows = self.args, self.model, requests + 1
-        parts = {name: size for feature in self.features for name, size in feature.memory(self, requests, tokens, rings).items()}
+        parts = {name: size for feature in self.features for name, size in feature.planned_bytes(self, requests, tokens, rings).items()}
         scores, slots = self.served.scores, tokens + args.page_size
         return MemoryPlan(
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
             draft_rows=4 * rows * (2 * self.row_tokens - self._width),
             compressed_tables=self._compressed_tables(2 * rows),
-            pending_drafts=8 * rows * (self.stride - 1),
+            pending_drafts=8 * rows * (self.args.speculative_num_draft_tokens - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
@@ -261,22 +251,18 @@ class MemoryPlanner:
         return graphs and args.kv_mode != "lossy"
 
     def _compressed_tables(self, rows: int) -> int:
-        methods = self.served.methods
+        methods, model = self.served.methods, self.model
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
-        bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
-        return 4 * rows * (counts + bounds + self._page_table_numbers)
+        bounds = model.layers * model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
+        numbers = counts + bounds
+        if self.paging is not None:
+            from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
-    @property
-    def _page_table_numbers(self) -> int:
-        """Numbers that each row of the tables has for selections within attention."""
-        if self.paging is None:
-            return 0
-        from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-
-        return PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, self.paging.every)
+            numbers += PagePointerLayout.table_numbers(model.layers, model.kv_heads, self.paging.every)
+        return 4 * rows * numbers
 
     def _workspaces(self, requests: int) -> int:
-        """Bytes of the workspaces in verify_attention.py, verify_flashinfer.py and verify_fa3.py."""
+        """Bytes of the workspaces in verify_attention.py, and of fa3."""
         args, model = self.args, self.model
         if not self.on_gpu or args.kv_mode == "lossy":
             return 0
@@ -284,8 +270,10 @@ class MemoryPlanner:
         if self.backend in ("triton", "fa3"):
             from sglang_ext.layers.attention import verify_attention
 
-            splits = verify_attention.context_splits(1, model.kv_heads, self.row_tokens, self._exact_tile)
-            size = 4 * verify_attention.workspace_size(model.query_heads, model.value_dim, self.stride, splits)
+            is_exact = args.enable_deterministic_inference and self.backend == "triton"
+            tile = verify_attention.exact_tile() if is_exact else 0
+            splits = verify_attention.context_splits(1, model.kv_heads, self.row_tokens, tile)
+            size = 4 * verify_attention.workspace_size(model.query_heads, model.value_dim, self.args.speculative_num_draft_tokens, splits)
         if not self._captures or self.backend == "triton":
             return size
         sizes = [min(requests, each) for each in args.cuda_graph_config.decode.bs]
@@ -299,20 +287,11 @@ class MemoryPlanner:
                 size += PAGE_TABLES * 4 * most * -(-model.context // args.page_size)
         return size
 
-    @property
-    def _exact_tile(self) -> int:
-        from sglang_ext.layers.attention import verify_attention
-
-        exact = self.args.enable_deterministic_inference and self.backend == "triton"
-        return verify_attention.exact_tile() if exact else 0
-
 
 def gb(size: int) -> str:
     """Bytes in a readable form."""
     return f"{size / 1e9:.2f} GB"
 
-
-logger = logging.getLogger(__name__)
 
 # Upper limit of the bytes by which a device rounds two allocations up.
 ALLOCATION_GRAIN = 4 << 20
@@ -322,10 +301,6 @@ class ReservedMemory:
     """Device memory that is kept from the KV pool. It is allocated after the weights are loaded and before the pool is created.
 
     With ``--max-total-tokens`` the pool keeps that size, if it fits without the plan.
-
-    Args:
-        planner: Plans for the server's flags.
-        model_runner: The target's.
 
     Raises:
         OptionError: The weights leave less memory than the plan needs.

@@ -10,7 +10,7 @@ from sglang_ext.core import FALLBACK_REASONS
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.cost_model import RoundTimes
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
@@ -41,11 +41,7 @@ COUNTERS = {
 
 
 class MetricSource(Protocol):
-    """A feature of the worker (feature.py) that adds metrics.
-
-    Attributes:
-        gauges, counters: As :data:`GAUGES` and :data:`COUNTERS`.
-    """
+    """A feature of the worker (feature.py) that adds metrics to :data:`GAUGES` and :data:`COUNTERS`."""
 
     gauges: ClassVar[Mapping[str, tuple[str, ...]]]
     counters: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -53,11 +49,7 @@ class MetricSource(Protocol):
 
 @dataclass
 class KVMetrics:
-    """The metrics of one scheduler process. Totals are passed as they are; counters are increased by their growth.
-
-    Attributes:
-        model_name: Label of all metrics.
-    """
+    """The metrics of one scheduler process. Totals are passed as they are; counters are increased by their growth."""
 
     model_name: str
     _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
@@ -67,12 +59,7 @@ class KVMetrics:
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
-        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
-
-        ``sources``: the enabled features.
-
-        prometheus_client must be imported after SGLang prepared its multi-process folder.
-        """
+        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing."""
         made = cls(server_args.served_model_name or server_args.model_path)
         if server_args.enable_metrics and counts:
             made._define(server_args, sources)
@@ -80,6 +67,7 @@ class KVMetrics:
 
     def _define(self, args: "KVServerArgs", sources: Iterable[MetricSource]) -> None:
         """Define all metrics. The series of all known labels start at 0, because a rate needs a first value."""
+        # Import it after SGLang prepared the folder of its processes.
         from prometheus_client import Counter, Gauge, Histogram
 
         gauges, counters = dict(GAUGES), dict(COUNTERS)
@@ -130,9 +118,10 @@ class KVMetrics:
         """Report the seconds of a round's parts."""
         if not self._gauges:
             return
-        parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.whole / spent.num_plain_steps}
+        parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.plain_step}
         for part, seconds in parts.items():
-            self._set_total("round_seconds", seconds, part)
+            if seconds is not None:
+                self._set_total("round_seconds", seconds, part)
 
     def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
         """Set the gauges of drafting, by name. A figure that is None becomes 0."""
@@ -151,6 +140,7 @@ class KVMetrics:
         layout = compressed_kv.layout
         values = {
             "compressed_bytes": compressed_kv.held_bytes(),
+            # A feature may replace it.
             "codes_alone_tokens": 0,
             "recomputed_requests": compressed_kv.tree_cache.recomputed,
             "query_bytes": compressed_kv.queries.used_bytes,

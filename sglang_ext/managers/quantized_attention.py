@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options
-from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.config.options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.packed import integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class QuantizedOnlyFullKV(ResidentFullKV):
+class QuantizedOnlyFullKV(FullKVProvider):
     """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
 
     Attributes:
@@ -41,7 +41,7 @@ class QuantizedOnlyFullKV(ResidentFullKV):
 
     freed_full_kv: QuantizedOnlyKV
 
-    def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
         self.freed_full_kv.free_full_kv(drafting)
 
@@ -59,7 +59,7 @@ class QuantizedAttention(Feature):
 
     prefill: QuantizedPrefill | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
         if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
             return {}
@@ -84,7 +84,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]
@@ -92,17 +92,13 @@ class QuantizedAttention(Feature):
             return None
         shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
         logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
-        prompts = self._quantized_prompts(worker, tree_cache) if is_single_server else None
+        prompts = None
+        if is_single_server and self.prefill is not None:
+            chunk = self.args.chunked_prefill_size
+            prompts = QuantizedPrompts(tree_cache.nodes, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
         return QuantizedOnlyFullKV(
-            QuantizedOnlyKV(tree_cache, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
+            QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
         )
-
-    def _quantized_prompts(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedPrompts | None:
-        """Create the state of prompts that attend to quantized KV; None if they attend to full KV."""
-        if self.prefill is None:
-            return None
-        chunk = self.args.chunked_prefill_size
-        return QuantizedPrompts(tree_cache, worker.compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""

@@ -1,6 +1,6 @@
 """Sparse attention: methods that select the tokens of each step (``quest``, ``spade``), on the model's own GPU or CPU.
 
-The methods are in mem_cache/compressors/each_step/ and spade.py. With ``--kv-cache-ranks``, other processes select (cache_rank/feature.py).
+The methods are in mem_cache/compressors/step_selectors.py. With ``--kv-cache-ranks``, other processes select (cache_rank/feature.py).
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from sglang_ext.config import selection_options
 from sglang_ext.managers.feature import Feature, Worker
 from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, planned_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SparseAttention(Feature):
     """Selects tokens on a second stream of the model's GPU (spade), and plans memory for selections."""
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Workspaces of selections of tokens, and of pages."""
         if not planner.on_gpu:
             return {}
@@ -49,7 +49,7 @@ class SparseAttention(Feature):
         paging = planner.paging
         if paging is None:
             return 0
-        from sglang_ext.layers.kernels.selection.quest_pages import scratch_bytes
+        from sglang_ext.layers.kernels.quest_pages import scratch_bytes
 
         decode = self.args.cuda_graph_config.decode
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]

@@ -13,18 +13,20 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options, selection_options
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
+from sglang_ext.core import TPRanks
+from sglang_ext.layers.attention import torch_native
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput, use_plain_decoding
 from sglang_ext.managers import graph_capture
-from sglang_ext.managers.feature import FeatureType, create_full_kv, create_selector, load_features
+from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
-from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, decode_loop
+from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
 from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
+from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
-from sglang_ext.core import TPRanks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -52,14 +54,16 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner)
         self.requests = RequestStates(server_args, self.methods.offered_methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, self.methods.layers, max(self.max_verify_tokens, self.methods.every))
+        self.queries = QueryWindows(window, tuple(self.methods.scaling), max(self.max_verify_tokens, self.methods.selection_interval))
         self.ranks = TPRanks.from_group(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first, self.features)
         self.attentions = AttentionOverrides()
         self.graphs: "graph_capture.VerifyGraphSet | None" = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        graph_capture.prepare_backends(self.model_runner)
+        # Before SGLang creates backends and graphs. For SGLang, the target's runner decodes plainly, with one token per request.
+        use_plain_decoding(self.model_runner)
+        torch_native.register()
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)
@@ -110,7 +114,8 @@ class KVWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
         args, runner = self.server_args, self.model_runner
-        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, self.methods.every, self.layout, self.buffers.on_gpu)
+        interval, on_gpu = self.methods.selection_interval, self.buffers.on_gpu
+        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, on_gpu)
         verifier = graph_capture.create_verify_attention(args, runner)
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = graph_capture.capture_verify_graphs(args, runner, self.queries, verifier)
@@ -122,13 +127,18 @@ class KVWorker(BaseSpecWorker):
         self.compressed_kv = self._create_compressed_kv(tree_cache)
         if self.buffers.on_gpu:
             graph_capture.unpin_plans(self.model_runner, self.graphs)
-            self._warm_up()
-        full_kv = create_full_kv(self, tree_cache)
-        if self.lossy and full_kv.freed_full_kv is None:
+            # Run each kernel once, so that the first requests do not wait for compilation.
+            self.compressed_kv.compile_kernels(self.memory.model.query_heads)
+            graph_capture.compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
+            if self.graphs is not None:
+                self.graphs.warm_up()
+            self.queries.warm_up()
+        provider = create_full_kv_provider(self, tree_cache)
+        if self.lossy and provider.freed_full_kv is None:
             why = options.why_full_kv_stays(self.server_args) or "the methods drop tokens"
             logger.info("sglang-ext: full KV stays beside the compressed KV: %s", why)
-        tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, full_kv.residency, full_kv.early, full_kv.freed_full_kv)
-        self.loop = decode_loop(self, full_kv)
+        tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, provider.residency, provider.early, provider.freed_full_kv)
+        self.loop = create_decode_loop(self, provider)
 
     @property
     def max_requests(self) -> int:
@@ -151,35 +161,27 @@ class KVWorker(BaseSpecWorker):
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=served.rotary,
-            method_index_of=self.requests.method_index_of,
-            prompt_of=self.requests.prompt_of,
-            namespace_of=self.requests.namespace_of,
+            method_index_of=lambda row: self.requests.get(row).method,
+            prompt_of=lambda row: self.requests.get(row).prompt,
+            namespace_of=lambda row: self.requests.get(row).namespace,
             layout=self.layout,
             async_selector=create_selector(self, methods[0]),
             # Also called between requests, when nothing else updates the metrics.
-            on_processes_changed=lambda: self.loop.observe_pool(),
+            on_processes_changed=self._observe_pool,
             frees_full_kv=options.why_full_kv_stays(args) is None,
         )
-
-    def _warm_up(self) -> None:
-        """Run each kernel once, so that the first requests do not wait for compilation."""
-        self.compressed_kv.compile_kernels(self.memory.model.query_heads)
-        graph_capture.compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
-        if self.graphs is not None:
-            self.graphs.warm_up()
-        self.queries.warm_up()
 
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``, which finished, was aborted or was retracted."""
         self.requests.forget(row)
         self.loop.forget(row)
-        self.loop.observe_pool()
+        self._observe_pool()
 
     def clear_cache_pool(self) -> None:
         """Drop all requests, because the scheduler cleared the pool."""
         self.requests.clear()
         if self.loop is not None:
-            self.loop.observe_pool()
+            self._observe_pool()
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """Do nothing: the target's weights are the drafter's."""
@@ -211,11 +213,16 @@ class KVWorker(BaseSpecWorker):
             return result
         if batch.forward_mode.is_extend():
             result = prefill(self, batch, self.loop.penalties, on_publish)
-            self.loop.interrupt()
+            self.loop.round_timer.interrupt()
             return result
         return self.loop.decode(batch, on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
         """Count the outcome of an iteration, once it is on the host."""
-        if self.loop is not None:
-            self.loop.account(batch, result)
+        if isinstance(result, RoundResult):
+            self.loop.report.account(batch, result)
+            self._observe_pool()
+
+    def _observe_pool(self) -> None:
+        """Report the contents of the pool, and the values of features."""
+        self.metrics.observe_pool(self.compressed_kv, (value for feature in self.features for value in feature.metrics(self)))

@@ -14,10 +14,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sglang_ext.config.combinations import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
 from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.options import MODES
-from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.config.rules import Flag, Refusal, one_of, option
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -48,26 +48,22 @@ def flags_page(by_hand: str) -> str:
     ]
     for group in GROUPS:
         lines += [f"## {group}", *(_flag(flag) for flag in FLAGS if flag.group == group)]
-    return _page(*lines, *_kept(by_hand))
+    return "\n\n".join([*lines, *_kept(by_hand)]) + "\n"
 
 
 def compatibility_page(by_hand: str) -> str:
     """Render ``docs/compatibility.md``. ``by_hand`` is its handwritten part."""
-    lines = []
+    lines = ["# Compatibility", GENERATED, *_kept(by_hand)]
     for group, refusals in REFUSED.items():
         lines += [f"## Refused: {group[0].lower()}{group[1:]}", "\n".join(_refusals(refusals))]
-    return _page("# Compatibility", GENERATED, *_kept(by_hand), *lines)
+    return "\n\n".join(lines) + "\n"
 
 
 PAGES = {"flags.md": flags_page, "compatibility.md": compatibility_page}
 
 
 def handwritten_part(text: str) -> str:
-    """The text between the marks of a page. Empty if it has none.
-
-    Raises:
-        ValueError: There is one mark without the other.
-    """
+    """The text between the marks of a page. Empty if it has none."""
     if (BEGIN in text) != (END in text):
         raise ValueError(f"the page has one of {BEGIN} and {END}; handwritten text must be between both")
     return text.partition(BEGIN)[2].partition(END)[0].strip()
@@ -75,20 +71,13 @@ def handwritten_part(text: str) -> str:
 
 def render(folder: Path) -> dict[Path, str]:
     """Render each page of a ``docs`` folder."""
-    found = {}
-    for name, page in PAGES.items():
-        path = folder / name
-        found[path] = page(handwritten_part(path.read_text()) if path.exists() else "")
-    return found
+    paths = {folder / name: page for name, page in PAGES.items()}
+    return {path: page(handwritten_part(path.read_text()) if path.exists() else "") for path, page in paths.items()}
 
 
 def outdated_pages(folder: Path) -> list[Path]:
     """Pages that are missing, or differ from the code."""
     return [path for path, text in render(folder).items() if not path.exists() or path.read_text() != text]
-
-
-def _page(*blocks: str) -> str:
-    return "\n\n".join(blocks) + "\n"
 
 
 def _kept(by_hand: str) -> tuple[str, ...]:

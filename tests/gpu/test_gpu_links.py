@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from sglang_ext.hooks import transfer
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder, RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, Stream
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 64, 400
@@ -68,9 +67,7 @@ def test_pages_of_any_gpu_travel(device, reference):
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
     out = RoomEncoder(1, codec, layers, [0], [bytes(32)], Told())
     in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
-    into = RoomWriter(
-        make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
-    )
+    into = RoomWriter(make_codec(reference, received), AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told())
     assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
 
     def write():

@@ -7,7 +7,7 @@ from sglang_ext.layers.kernels.lynx import residual_pages
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 
 # Dtype, bits, KV heads, channels of a head, tokens of a page.
 CASES = (

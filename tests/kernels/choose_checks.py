@@ -13,7 +13,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.scoring import group_attention
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 # Slots of a pool, of which the last are nobody's.
 SLOTS = 1400
@@ -42,7 +42,7 @@ class Asked:
 
     def contexts(self, device, pointing):
         """As the kernel takes them."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         there = (part.to(device) for part in (self.table, self.numbers))
         return SelectionContexts(*there, tuple(self.lengths), self.always, self.targets.to(device) if pointing else None)
@@ -72,8 +72,8 @@ def check_chosen(kept, scores, count, tolerance, about):
 def check_choose_tokens(device):
     """What PyTorch chooses, over lengths around the kernel's chunks and blocks, shares of layers and of requests, as positions and as
     pointers; nothing else of the pool changes."""
-    from sglang_ext.layers.kernels.selection import select_tokens
-    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels import select_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     shapes = (
@@ -109,7 +109,7 @@ def check_choose_tokens(device):
 
 def check_turned(device):
     """Queries are turned on as PyTorch turns them, those of each layer of one piece, whatever lies between requests and layers."""
-    from sglang_ext.layers.kernels.selection.exact_logits import rotate_queries
+    from sglang_ext.layers.kernels.key_scores import rotate_queries
 
     noise = torch.Generator().manual_seed(3)
     shapes = (3, 2, 5, 48, 16, False), (2, 3, 32, 128, 64, True), (1, 1, 1, 16, 8, False)
@@ -124,7 +124,7 @@ def check_turned(device):
 
 def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
-    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     early = (*range(32), *range(82, 90))
     for broken, expected in ((0.0, (*range(29), *range(50, 53), *range(82, 90))), (float("nan"), early), (float("inf"), early)):
@@ -140,7 +140,7 @@ def check_ties(device):
 
 def check_many_ties(device):
     """So it is where they are many, and on both sides of what is written at once."""
-    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     asked = Asked(1, 1, 1, 16, torch.float32, (1300,), (700,), (0, 2))
     slots = asked.table[asked.rows[0], :1300].long()
@@ -159,7 +159,7 @@ def check_many_ties(device):
 
 def check_far_ties(device):
     """So it is in contexts of many chunks, with scores in the registers of many threads and in memory: all threads sum chunks alike."""
-    from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
 
     # Sums of threads, where they differ, mostly do in the last bit of one head of a hundred.
     heads, requests = (1, 1) if device == "cpu" else (8, 32)
@@ -188,7 +188,7 @@ def check_far_ties(device):
 @contextmanager
 def one_at_once():
     """No part of a choice that is launched one by one holds memory when the next one takes some."""
-    from sglang_ext.layers.kernels.selection import select_tokens
+    from sglang_ext.layers.kernels import select_tokens
 
     mark, parts = select_tokens.mark_tokens, []
 
@@ -232,7 +232,7 @@ def check_predicted(device):
 
 def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
-    from sglang_ext.layers.kernels.selection import select_tokens
+    from sglang_ext.layers.kernels import select_tokens
 
     for check in (check_turned, check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
         check(device)

@@ -8,7 +8,7 @@ from marked_helpers import written
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 from sglang_ext.mem_cache.selection.scoring import group_attention
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 BITS = (8, 4)
 
@@ -23,7 +23,7 @@ def coded(buffers, bits):
 
 def check_code_keys(device):
     """Codes and words are PyTorch's, bit for bit, of groups around the kernel's padding, far numbers and equal ones; others stay."""
-    from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys
+    from sglang_ext.layers.kernels.quantized_keys import quantize_keys
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for bits in BITS:
@@ -57,8 +57,8 @@ def scores(asked, held, request, layer):
 def check_choose_by_codes(device):
     """What PyTorch chooses by the same codes, but for the rounding of queries to 15 bits: more query heads than a product has rows for,
     groups that fill no power of 2, shares of layers and requests; as positions and as pointers, which go to the pool."""
-    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
-    from sglang_ext.layers.kernels.selection.quantized_keys import QuantizedKeyTensors
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     everything = slice(0, 2), slice(0, 2)

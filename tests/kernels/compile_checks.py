@@ -20,26 +20,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import per_head_decode, window_scores, exchange_kernels, gpu_launch, compressed_kv, row_exchange
-
-
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, mark_tokens
-from sglang_ext.layers.kernels.selection import quest_pages
-from sglang_ext.layers.kernels.selection.exact_logits import rotate_queries
-from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys, QuantizedKeyTensors
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, prompt_codes
+from sglang_ext.layers.kernels import per_head_decode, key_scores, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
+from sglang_ext.layers.kernels.key_scores import rotate_queries
+from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
+from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, prompt_codes
 from sglang_ext.layers.kernels.lynx import triton_codec as codec, residual_pages
 from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
-from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Attached
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 KINDS = (("lynx", 2), ("hack", 4), ("int8", 8), ("kivi", 4), ("kivi", 2), ("turboquant", 4), ("lynx", 4), ("hack", 2))
@@ -443,7 +438,7 @@ def main(everything):
     cells = RaggedHeadLayout.of(pool.buffers, 2)
     per_head_decode.ragged_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
     tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
-    compressed_kv.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
+    kv_copies.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
     begins = PointerLayout.for_table(Pointers.for_pool(pool.buffers, 1), table)
     per_head_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled, everything)
@@ -459,8 +454,8 @@ def main(everything):
     check_pages(compiled, everything)
     check_coded_choice(compiled, everything)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
-    compressed_kv.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
-    window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
+    kv_copies.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
+    key_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
     check_words(compiled)
     print(" ".join(name for name, _ in compiled))
 

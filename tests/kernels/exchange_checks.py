@@ -57,7 +57,7 @@ def check_exchanged(device):
 
 def exchanged(device, asked, part, fresh):
     """What comes of some requests in some layers is what PyTorch's scores say."""
-    from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens
+    from sglang_ext.layers.kernels.select_tokens import mark_tokens
 
     # Of a second chunk some query heads have much, and others little.
     for row, length in zip(asked.rows.tolist(), asked.lengths):

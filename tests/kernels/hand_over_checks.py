@@ -10,8 +10,8 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, MarkedTokens
-from sglang_ext.layers.kernels.selection.exact_logits import logits_dtype
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
+from sglang_ext.layers.kernels.key_scores import logits_dtype
 from sglang_ext.layers.kernels import row_exchange
 from sglang_ext.layers.kernels.row_exchange import move_newest
 from sglang_ext.managers.cache_rank import protocol
@@ -75,7 +75,7 @@ class Pair:
     @contextmanager
     def mapped_here(self):
         """Ranks map the arena of kernels by its address: a process does not map what is its own."""
-        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena._held.memory.data_ptr()
+        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena.heads.data_ptr()
         try:
             yield
         finally:
@@ -83,7 +83,7 @@ class Pair:
 
     def alike(self, what):
         """Both arenas hold the same."""
-        for one, other in zip(self.arena._layout.views(self.arena._held.memory), self.plain._layout.views(self.plain._held.memory)):
+        for one, other in zip(self.arena.regions, self.plain.regions):
             assert torch.equal(one.cpu(), other), what
 
     def publish(self, *questions):
@@ -181,7 +181,7 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
     assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
     for asked, count in (([(0, 1)], 1), ([(2, 1)], 2), ([(0, 2), (2, 1)], 1), ([(2, 1), (0, 1), (0, 2)], 1)):
         words = [(lane, pair.arena.word(number), 1) for lane, number in asked]
-        one, other = (rank.pull_queries(asked_of(on, *words)[0], count) for rank, on in ((pair.rank, pair.device), (pair.plain_rank, "cpu")))
+        one, other = (rank.pull_queries(asked_of(on, *words)[0], count, pair.shape.layers) for rank, on in ((pair.rank, pair.device), (pair.plain_rank, "cpu")))
         assert one.shape == other.shape and torch.equal(one.cpu(), other), (dtype, asked)
     pair.publish()
     pair.alike("nothing")

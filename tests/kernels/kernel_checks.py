@@ -29,9 +29,8 @@ from quest_checks import check_quest  # noqa: E402
 from rank_checks import check_hand_over  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
-from sglang_ext.layers.kernels.compressed_kv import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.kv_copies import gather_kept, page_checksum, gather_rows, has_whole_words, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
-from sglang_ext.layers.kernels.pages import page_checksum, gather_rows, has_whole_words, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.per_head_decode import ragged_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     verify_attention,
@@ -42,7 +41,7 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     partial_buffers,
     partial_numbers,
 )
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402

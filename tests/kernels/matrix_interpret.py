@@ -36,25 +36,23 @@ from quest_checks import Paged  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
-from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys, QuantizedKeyTensors  # noqa: E402
-from sglang_ext.layers.kernels.compressed_kv import gather_kept, scatter_cells, write_pointers  # noqa: E402
-from sglang_ext.layers.kernels.packed import packed_decode  # noqa: E402
-from sglang_ext.layers.kernels.hack import integer_prefill  # noqa: E402
-from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
+from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors  # noqa: E402
+from sglang_ext.layers.kernels.kv_copies import gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows  # noqa: E402
+from sglang_ext.layers.kernels.packed import packed_decode, integer_prefill  # noqa: E402
+from sglang_ext.layers.kernels.packed.prompt_codes import prompt_codes  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import PageLayout  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import can_pack  # noqa: E402
-from sglang_ext.layers.kernels.pages import page_checksum, gather_rows, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
 from sglang_ext.mem_cache.host_tier.host_pool import as_words
-from sglang_ext.mem_cache.compressed.page_extremes import compute_extremes  # noqa: E402
+from sglang_ext.mem_cache.compressed.key_derived_data import compute_extremes
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.

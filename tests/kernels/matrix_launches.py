@@ -9,29 +9,25 @@ from marked_helpers import written
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import exchange_kernels, row_exchange
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts, mark_tokens
-from sglang_ext.layers.kernels.selection.quest_pages import bound_pages, point_at_best_pages
-from sglang_ext.layers.kernels.selection.exact_logits import rotate_queries
-from sglang_ext.layers.kernels.selection.quantized_keys import quantize_keys, QuantizedKeyTensors
-from sglang_ext.layers.kernels.compressed_kv import gather_kept, scatter_cells, write_pointers
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
+from sglang_ext.layers.kernels.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.key_scores import rotate_queries, window_scores
+from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
+from sglang_ext.layers.kernels.kv_copies import gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows
+from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.lynx import triton_codec
 from sglang_ext.layers.kernels.lynx.residual_pages import read_pages, write_pages
 from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
-from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
-from sglang_ext.layers.kernels.pages import page_checksum, gather_rows, scatter_rows
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile
-from sglang_ext.layers.kernels.window_scores import window_scores
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
 from sglang_ext.mem_cache.host_tier.host_pool import as_words
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 DIMS = (64, 80, 96, 128, 192, 256)

@@ -41,7 +41,7 @@ def pointed(layers, heads, dim, count, dtype):
 
 def check_write_pointers(device):
     """Each head's pointers lead where PyTorch's do, over counts around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.compressed_kv import write_pointers
+    from sglang_ext.layers.kernels.kv_copies import write_pointers
 
     for layers, heads, dim, count, dtype in (
         (3, 2, 64, 140, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32),

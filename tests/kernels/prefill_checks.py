@@ -7,11 +7,10 @@ from hopper_emulator import Emulated
 from packed_helpers import packed_pool
 
 from sglang_ext_bench.attention.arms import launch_dequantize
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -129,7 +128,7 @@ def check_prefill(device):
         assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
         if batch.store():
             read = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
-            assert all(torch.equal(part, same) for part, same in zip(read.parts, codes.parts)), "codes in the pool are those of full KV"
+            assert all(torch.equal(part, same) for part, same in zip(read, codes)), "codes in the pool are those of full KV"
 
 
 # The same, where Hopper's kernel takes them: it leaves half of a last program's rows, and rows of several requests, to nobody.

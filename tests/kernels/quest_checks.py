@@ -11,12 +11,11 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 PAGE = 16
@@ -58,7 +57,7 @@ class Paged:
 
     def write_extremes(self, slots):
         """As forwards that wrote to ``slots``."""
-        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.quest_pages import bound_pages
 
         extremes = self.begins.extremes
         bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
@@ -76,7 +75,7 @@ class Paged:
 
     def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
-        from sglang_ext.layers.kernels.selection.quest_pages import QUEST_GRIDS, point_at_best_pages
+        from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, point_at_best_pages
 
         given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
         cells = as_pointers(self.there.keys[layer])
@@ -216,14 +215,14 @@ def check_turns(device):
 
 def check_in_graph(device):
     """A captured choice follows what rows begin with, who reads which row, and its pages as they are then."""
-    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 
     there = Paged(device, 1, 2, 2, 32, torch.float32, (40, 21), (8, 6))
     rows, lengths = (torch.tensor(part, device=device) for part in ([0, 0, 0], [1, 1, 1]))
     queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def step():
-        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.quest_pages import bound_pages
 
         found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
         bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)
@@ -316,8 +315,7 @@ def launched_early(device):
     if device == "cuda":
         yield counts
         return
-    from sglang_ext.layers.kernels import per_head_decode
-    from sglang_ext.layers.kernels.selection import quest_pages
+    from sglang_ext.layers.kernels import per_head_decode, quest_pages
 
     def left(arrived):
         counts["asked"] += 1
@@ -342,7 +340,7 @@ def check_overlapped(device):
 
 def overlapped_steps(device):
     """As :func:`check_overlapped` has it."""
-    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
     from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 
     on_gpu = device == "cuda"
@@ -377,7 +375,7 @@ def overlapped_steps(device):
 
 def check_quest(device):
     """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
-    from sglang_ext.layers.kernels.selection import quest_pages
+    from sglang_ext.layers.kernels import quest_pages
 
     for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend, check_overlapped):
         check(device)

@@ -38,7 +38,7 @@ def uneven_copy(layers, heads, dim, copied, dtype):
 
 def check_scatter_cells(device):
     """Each head's tokens land in the cells that PyTorch fills, over sizes around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.compressed_kv import scatter_cells
+    from sglang_ext.layers.kernels.kv_copies import scatter_cells
 
     # The last: a head has more cells than its programs copy at a time.
     shapes = (3, 2, 64, 40), (2, 3, 24, 33), (1, 1, 16, 1), (1, 2, 16, 300)

@@ -12,13 +12,13 @@ import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
 from rank_socket import RankSocket, serve
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.interval_tuner import IntervalTuner
-from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient
-from sglang_ext.managers.cache_rank.process import RankProcess
-from sglang_ext.managers.cache_rank.rank_link import connect_rank
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
+from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
+from sglang_ext.managers.cache_rank.rank_link import RankProcess
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -26,10 +26,10 @@ from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 # Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
 CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
@@ -106,20 +106,20 @@ class RankWorld:
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
         self.pointers = Pointers.for_pool(self.buffers, 1)
         packing = PlainSlots(1) if self.rows else self.pointers
-        self.method = CompressionMethod(Spade(predictor, every, each_round=False), 0.25, packing)
+        self.method = CompressionMethod(Spade(predictor, every=every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
-        self.links = [connect_rank(told, arena, silence, pack) for arena in arenas]
+        self.links = [RankLink(told, arena, silence, pack, start_process=start_process) for arena in arenas]
         # Tokens whose keys went to ranks, and the newest question of each rank.
         self.sent, self.newest_requests = 0, {}
         for link in self.links:
-            link._start_process = start_process
             link.send_message = lambda message, link=link, send=link.send_message: self._send(message, link, send)
         self.arenas = arenas
-        given = self.links, self.method, self.table, self.buffers, self.queries, patience
-        self.steps = LayerwiseClient(*given, timeline) if self.by_packs else StepwiseClient(*given)
+        given = self.links, self.method, self.table, self.buffers, self.queries
+        self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
+        self.steps.max_wait_seconds = patience
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
         if not self.by_packs:
@@ -170,7 +170,7 @@ class RankWorld:
 
     def until_places_are_free(self, seconds=90.0):
         """Tend the ranks until each has taken all keys that were sent."""
-        self.until(lambda: all(len(link._free_places) == link.settings.attach.shape.places for link in self.links), seconds)
+        self.until(lambda: all(len(link._free_places) == link.attach.shape.places for link in self.links), seconds)
 
     def ready(self):
         """Once all ranks can be asked, and kernels are there."""

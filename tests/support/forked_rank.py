@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from sglang_ext.managers.cache_rank import __main__ as cache_rank
-from sglang_ext.managers.cache_rank import process
+from sglang_ext.managers.cache_rank import rank_link
 
 
 class ForkedRank:
-    """Runs ``python -m sglang_ext.managers.cache_rank`` in a fork. Replaces ``subprocess.Popen`` in process.py.
+    """Runs ``python -m sglang_ext.managers.cache_rank`` in a fork. Replaces ``subprocess.Popen`` in rank_link.py.
 
     Attributes:
         pid: Process id.
@@ -78,5 +78,5 @@ def forked_ranks() -> Iterator[None]:
     """Cache ranks are forks of this process. test_rank_process.py starts real ones."""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(rank_link, "subprocess", SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL))
         yield

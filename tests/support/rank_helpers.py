@@ -8,7 +8,7 @@ import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.exchange_buffer import epoch_word
+from sglang_ext.managers.cache_rank.protocol import epoch_word
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 
-from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LOSSY, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec, pack_streams, packed_size, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PlacedPage, page_tokens

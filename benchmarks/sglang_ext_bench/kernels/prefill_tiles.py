@@ -23,13 +23,9 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import gpu_launch
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.integer_prefill import PrefillTile, attend, attend_to_codes
-from sglang_ext.layers.kernels.hack.prompt_codes import (
-    PromptBatch,
-    PromptCodes,
-    prompt_codes,
-)
+from sglang_ext.layers.kernels.packed import integer_prefill
+from sglang_ext.layers.kernels.packed.integer_prefill import PrefillTile, attend, attend_to_codes
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCodes, prompt_codes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue

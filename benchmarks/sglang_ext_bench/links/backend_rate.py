@@ -176,13 +176,13 @@ def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection)
     hashes = [PAGE_HASH] * len(pages)
     listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
     writers = {
-        room: TimedRoomWriter(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
+        room: TimedRoomWriter(codec, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
         for room, listener in listeners.items()
     }
     limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR, layers))
     server = LinkServer(endpoint, SETTINGS, limits, take=pool.blocks.take)
     for room, writer in writers.items():
-        server.register(room, writer.expected, writer)
+        server.rooms.register(room, writer.expected, writer)
     parent.send(server.endpoint)
     listeners[WARM_UP_ROOM].wait()
     sampler.begin()

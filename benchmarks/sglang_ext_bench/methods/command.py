@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench import corpus, report
 from sglang_ext_bench.longcot.arms import on_gpus

@@ -206,7 +206,7 @@ def run(
         prompts: Token ids of each prompt.
         sampling: Sampling parameters.
         new_tokens: Output tokens of each request.
-        acceptance: Forced acceptance probability, for a server with --kv-bench-acceptance (managers/simulated_acceptance.py).
+        acceptance: Forced acceptance probability, for a server with --kv-bench-acceptance (managers/spec_decode/draft.py).
         clock: Returns the time in seconds.
         compressor: Method that the requests ask for. None for the server's first method.
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.common import check_supported, write_kv
+from sglang_ext.layers.forward import check_supported, write_kv
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class CompressedDecode(AttentionBackend):
     Attributes:
         copies: Name of the compressed KV, for messages.
         remedy: What the user can do if it is not supported.
-        layout: Layout of the compressed KV.
         busy: Parts of all rows together, KV heads counted, that keep a GPU busy.
 
     Raises:
@@ -63,10 +62,8 @@ class CompressedDecode(AttentionBackend):
         """Attention of one token per request: [requests, query_heads, value_dim]. The host reads nothing from the device.
 
         Args:
-            layer_id: Index of the layer in the model.
             queries: [requests, query_heads, dim].
-            rows: int64 [requests], rows of the token table.
-            lengths: int64 [requests], slots of each row.
+            rows, lengths: int64 [requests], rows of the token table, and slots of each row.
             scaling: Factor on query-key products.
             splits: Parts of a row's compressed KV, and of the tokens after it.
         """
@@ -118,21 +115,14 @@ class CompressedDecode(AttentionBackend):
 def split_counts(rows: int, busy: int) -> tuple[int, int]:
     """Parts of each row's compressed KV, and of its exact tokens. The sum is a power of 2, because each sum has its own kernel.
 
-    Args:
-        rows: Rows of a batch, KV heads counted.
-        busy: Parts of all rows together that keep a GPU busy.
+    ``rows``: rows of a batch, KV heads counted. ``busy``: parts of all rows together that keep a GPU busy.
     """
     wanted = max(FEWEST_PARTS, min(MOST_PARTS, busy // rows))
     return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
 
 def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: str) -> None:
-    """Refuse a pool whose dtype or head dimensions the kernels do not support.
-
-    Args:
-        keys, values: A layer's buffers, [slots, kv_heads, dim].
-        copies: Name of the compressed KV in the pool.
-        remedy: What the user can do instead.
+    """Check that the kernels support the dtype and head dimensions of a layer's buffers, [slots, kv_heads, dim].
 
     Raises:
         OptionError: With the dtype or dimension, and the allowed ones.

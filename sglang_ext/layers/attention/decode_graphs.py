@@ -18,8 +18,7 @@ from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
 from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, uneven_attention
 from sglang_ext.layers.attention.verify_graphs import dummy_batch
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
@@ -32,9 +31,8 @@ class LayoutReader(NamedTuple):
     """Attention over rows that begin with compressed KV of one layout.
 
     Attributes:
-        attend: Causal attention of a request's newest tokens over its row, in PyTorch. Returns [count, heads, value_dim]. None if rows are
-            read as plain tokens. Its arguments are the layout, the row, the length of the compressed part, and queries [count, heads, dim].
-            Then come a layer's key and value buffers [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+        attend: Causal attention of a request's newest tokens over its row, in PyTorch, with the arguments of ``uneven_attention``
+            (per_head.py). None if rows are read as plain tokens.
         decode: The backend for one token per request.
     """
 
@@ -79,12 +77,8 @@ class CompressedDecodeGraphs(DecodeCudaGraphRunner):
 def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.AttentionOverride | None:
     """Create the attention over compressed KV on a GPU; with graphs for SGLang's list of batch sizes, if SGLang captured its own.
 
-    Args:
-        model_runner: The target's, while SGLang treats it as one of plain decoding (verify_graphs.py).
-        layout: Layout of the server's compressed KV.
-
-    Returns:
-        None if compressed KV consists of plain tokens, which the model's own attention reads.
+    ``model_runner`` is the target's, while SGLang treats it as one of plain decoding (verify_graphs.py). Returns None if compressed KV
+    consists of plain tokens, which the model's own attention reads.
 
     Raises:
         OptionError: The kernel does not support the model's heads.

@@ -7,7 +7,7 @@ and sums of rotated values are rotated back.
 
 Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
 share, no such products exist. For values that share scales along tokens, there is one product per group, which takes longer. Blocks
-with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/hack/product.py).
+with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/packed/integer_attention.py).
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
 from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
-from sglang_ext.mem_cache.compressors.contracts.quantizer import code_values
+from sglang_ext.mem_cache.compressors.quantizer import code_values
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -41,8 +41,7 @@ def packed_attention(
         packing: How the row's first slots are packed.
         queries: [count, heads, dim], queries of the last ``count`` tokens, which are exact.
         keys, values: A layer's buffers, [slots, kv_heads, dim].
-        slots: int64, slots of the row: packed blocks, then a slot for each exact token.
-        packed: Number of slots with blocks.
+        slots: int64, slots of the row: ``packed`` slots with blocks, then a slot for each exact token.
         scaling: Factor on query-key products.
 
     Returns:
@@ -86,9 +85,8 @@ def attend_packed_and_exact(
     Args:
         rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
         packed_scores: float32 [kv_heads, rows, packed tokens], products with packed keys.
-        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values: float32 [kv_heads, rows, value_dim].
+        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values, float32 [kv_heads, rows, value_dim].
         keys, values: Of the exact tokens, [tokens, kv_heads, dim].
-        count: Tokens that ``rows`` belong to.
 
     Returns:
         float32 [kv_heads, rows, value_dim].

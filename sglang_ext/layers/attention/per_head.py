@@ -2,7 +2,7 @@
 draft steps (decode_backend.py).
 
 - Ragged heads: cells, a different number for each head (ragged_heads.py).
-- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself (pages.py).
+- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself.
 - Sent rows: rows of K and V from cache ranks, the same number for each head.
 """
 
@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.decode_backend import EXACT_PARTS, CompressedDecode, split_counts
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
-from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def attend_kept_and_tail(
 ) -> torch.Tensor:
     """Attention of a request's newest tokens over the tokens that each head keeps of a context, and over all tokens after it.
 
-    It is causal in the tail: the last query belongs to the last token.
+    It is causal in the tail: the last query belongs to the last token. Returns [count, heads, head_dim], in the dtype of ``queries``.
 
     Args:
         queries: [count, heads, head_dim], queries of the last ``count`` tokens.
@@ -40,9 +39,6 @@ def attend_kept_and_tail(
         own: bool [kv_heads, longest], which of them a head keeps. The others pad it to the longest head.
         tail: Keys and values, [tokens, kv_heads, head_dim].
         scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
-
-    Returns:
-        [count, heads, head_dim], in the dtype of ``queries``.
     """
     (count, heads), (kv_heads, length) = queries.shape[:2], (len(own), len(tail[0]))
     joined = (torch.cat([far, near.transpose(0, 1)], dim=1)[None].to(queries.dtype) for far, near in zip(kept, tail))
@@ -71,6 +67,8 @@ def uneven_attention(
 ) -> torch.Tensor:
     """Causal attention of a request's newest tokens over its row: the tokens that each head keeps, and all tokens after them.
 
+    Returns [count, heads, head_dim], in the dtype of ``queries``.
+
     Args:
         cells: Layout of the compressed KV.
         row: Row of the token table.
@@ -79,9 +77,6 @@ def uneven_attention(
         keys, values: A layer's buffers, [slots, kv_heads, head_dim].
         slots: int64, slots of the row.
         scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
-
-    Returns:
-        [count, heads, head_dim], in the dtype of ``queries``.
     """
     bounds, copy, tail = cells.of_layer(row, keys), slots[:num_compressed_slots], slots[num_compressed_slots:]
     places, kept = _places(bounds, slots.device)
@@ -95,11 +90,7 @@ def uneven_attention(
 
 
 def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the cells of each head among all cells of a layer, padded to the longest head.
-
-    Returns:
-        int64 [kv_heads, longest], and bool [kv_heads, longest]: which cells are the head's own.
-    """
+    """Indices of each head's cells among a layer's cells, padded to the longest head, and which are its own: int64, bool [kv_heads, longest]."""
     firsts, ends = (torch.tensor(part, device=device)[:, None] - bounds[0] for part in (bounds[:-1], bounds[1:]))
     places = firsts + torch.arange(int((ends - firsts).max()), device=device)
     return places.clamp(max=bounds[-1] - bounds[0] - 1), places < ends
@@ -212,10 +203,7 @@ class PagesDecode(PointerDecode):
 
 
 class SentRowsDecode(PointerDecode):
-    """Attends to rows that begin with K and V of compressed KV, as to any tokens.
-
-    Its graphs record queries, as those over pointers do. To the kernel these are rows that begin with no pointers.
-    """
+    """Attends to rows that begin with K and V of compressed KV, as to any tokens: to the kernel these rows begin with no pointers."""
 
     copies = "compressed KV of --kv-compressor spade with rows from cache ranks"
     remedy = "pass --kv-cache-ranks 0"

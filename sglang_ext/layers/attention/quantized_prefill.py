@@ -9,9 +9,6 @@ Each token of a prompt attends to the same KV that decoding would read at its po
 
 So the result for a token depends only on the tokens before it, not on chunks, nor on how much of the prompt is cached. Codes that are
 stored in the pool are read there. The other codes are made from full KV, for one forward.
-
-On a GPU, :class:`QuantizedExtend` replaces SGLang's attention backend while prompts are computed. Its kernels compute the same as
-:meth:`QuantizedPrefill.attend` for one prompt after another.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.common import check_supported, write_kv
 from sglang_ext.layers.attention.packed import attend_packed_and_exact, group_by_kv_head, partitions_of_keys, partitions_of_values, ungroup_heads
-from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill, integer_prefill
-from sglang_ext.layers.kernels.hack.product import Partitioned, product, quantize_partitions
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch
+from sglang_ext.layers.forward import check_supported, write_kv
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill, integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
@@ -41,43 +38,29 @@ class QuantizedPrefill:
     Attributes:
         packing: Makes the codes; its quantizer stores their sums.
         first_head: Index, among the model's KV heads, of the first that this rank holds.
+        rows: Rows of the token table whose prompts are computed now, in the batch's order, with the seeds of each.
+        stored: By row, int64 slots of the blocks from the sinks on that are stored in the pool; none for rows without an entry.
     """
 
     def __init__(self, packing: Packing, first_head: int) -> None:
         self.packing = packing
         self.first_head = first_head
-        self._seeds: Mapping[int, torch.Tensor] = {}
-        self._stored: Mapping[int, torch.Tensor] = {}
+        self.rows: Mapping[int, torch.Tensor] = {}
+        self.stored: Mapping[int, torch.Tensor] = {}
         self._prompts: list[PromptBatch] | None = None
-
-    @property
-    def rows(self) -> Mapping[int, torch.Tensor]:
-        """Rows of the token table whose prompts are computed now, in the batch's order, with the seeds of each."""
-        return self._seeds
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a prompt that attends to each kind of token: sinks, a block, and a token after it."""
-        return self.packing.sinks + self.packing.block_tokens + 1
-
-    @property
-    def stored(self) -> Mapping[int, torch.Tensor]:
-        """By row, int64 slots of the blocks from the sinks on that are stored in the pool; none for rows without an entry."""
-        return self._stored
 
     @contextmanager
     def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
         """A context in which prompts are computed.
 
-        Args:
-            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
-            stored: As :attr:`stored`. Rows may lack full KV there. The blocks end before the first token that is computed.
+        ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/block_layout.py). ``stored``: as
+        :attr:`stored`; rows may lack full KV there. The blocks end before the first token that is computed.
         """
-        self._seeds, self._stored = seeds, stored or {}
+        self.rows, self.stored = seeds, stored or {}
         try:
             yield
         finally:
-            self._seeds, self._stored, self._prompts = {}, {}, None
+            self.rows, self.stored, self._prompts = {}, {}, None
 
     def prompts(self, make: Callable[[], list[PromptBatch]]) -> list[PromptBatch]:
         """Return the prompts that ``make`` creates; they are created once for all layers of a forward."""
@@ -85,14 +68,10 @@ class QuantizedPrefill:
             self._prompts = make()
         return self._prompts
 
-    def is_computing(self, row: int) -> bool:
-        """Whether the prompt of a row is computed now."""
-        return row in self._seeds
-
     def attend(
         self, layer: int, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Causal attention of a prompt's newest tokens.
+        """Causal attention of a prompt's newest tokens: float32 [count, heads, value_dim].
 
         Args:
             layer: Index of the layer in the model.
@@ -101,9 +80,6 @@ class QuantizedPrefill:
             keys, values: The layer's buffers, [slots, kv_heads, dim].
             slots: int64 [tokens], slots of all tokens up to the last.
             scaling: Factor on query-key products.
-
-        Returns:
-            float32 [count, heads, value_dim].
         """
         sinks, block, tokens, count = self.packing.sinks, self.packing.block_tokens, len(slots), len(queries)
         known = tokens - count
@@ -138,35 +114,27 @@ class QuantizedPrefill:
         return ungroup_heads(attend_packed_and_exact(rows, far, far_sums, keys, values, len(queries)), len(queries))
 
     def _codes(self, layer: int, row: int, buffer: torch.Tensor, slots: torch.Tensor, is_value: bool) -> Partitioned:
-        """Codes of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer; stored blocks are read.
-
-        Keys are rows of tokens, values are rows of channels.
-        """
-        packing, heads, stored = self.packing, buffer.shape[1], self._stored.get(row, slots[:0])
+        """Codes of whole blocks after the sinks: rows of tokens for keys, rows of channels for values. Stored blocks are read."""
+        packing, heads, stored = self.packing, buffer.shape[1], self.stored.get(row, slots[:0])
         layout, first = packing.values if is_value else packing.keys, len(stored) // packing.block_slots * packing.block_tokens
         positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
-        numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self._seeds[row][positions].expand(heads, -1)
+        numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self.rows[row][positions].expand(heads, -1)
         made = packing.codes(numbers, positions.expand(heads, -1), is_value, layer, self.first_head, seeds)
-        block = concat_blocks(packing.read(buffer, layout, stored), made) if len(stored) else made
+        block = made
+        if len(stored):
+            both = packing.read(buffer, layout, stored), made
+            codes, scale, zero, sums = (torch.cat([getattr(part, name) for part in both], 1) for name in ("codes", "scale", "zero", "sums"))
+            block = Quantized(codes, scale, zero, sums=sums)
         return partitions_of_values(block) if is_value else partitions_of_keys(block)
-
-
-def concat_blocks(first: Quantized, rest: Quantized) -> Quantized:
-    """Concatenate blocks without outliers and positions."""
-    parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
-    codes, scale, zero, sums = parts
-    return Quantized(codes, scale, zero, sums=sums)
 
 
 REMEDY = "pass --kv-prefill exact"
 
 
 class QuantizedExtend:
-    """Replaces the ``forward_extend`` of an attention backend.
+    """Replaces the ``forward_extend`` of SGLang's attention backend, whose own method still runs verifications and captures of graphs.
 
-    Attributes:
-        backend: SGLang's backend. Its own method still runs verifications, and runs while graphs are captured.
-        prefill: Knows which prompts are computed, and how they are packed.
+    Its kernels compute the same as :meth:`QuantizedPrefill.attend` for one prompt after another.
 
     Raises:
         OptionError: The kernels do not support the head dimensions or the dtype of the pool.
@@ -184,10 +152,12 @@ class QuantizedExtend:
     def install(self) -> None:
         """Replace the backend's own method, and compile the kernels in row 0, which no request has."""
         self.backend.forward_extend = self
-        keys, tokens = self._pool.get_key_buffer(0), min(self._table.req_to_token.shape[1], self.prefill.longest)
+        keys, packing = self._pool.get_key_buffer(0), self.prefill.packing
+        # A prompt that attends to each kind of token: sinks, a block, and a token after it.
+        tokens = min(self._table.req_to_token.shape[1], packing.sinks + packing.block_tokens + 1)
         seeds = torch.zeros(tokens, dtype=torch.int32, device=keys.device)
         queries = keys.new_zeros(tokens, self._query_heads, keys.shape[-1], dtype=self._dtype)
-        prompts = PromptBatch(self.prefill.packing, self._table.req_to_token, [0], [0], [tokens], {0: seeds})
+        prompts = PromptBatch(packing, self._table.req_to_token, [0], [0], [tokens], {0: seeds})
         integer_prefill(prompts, queries, keys, self._pool.get_value_buffer(0), 0, self.prefill.first_head, 1.0)
 
     def __call__(
@@ -210,17 +180,13 @@ class QuantizedExtend:
         buffers = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
         # Padding requests of a batch get zeros.
         found, start = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim), 0
-        for prompts in self._prompts(forward_batch):
+        for prompts in self.prefill.prompts(lambda: list(self._grouped(forward_batch))):
             end = start + prompts.computed
             found[start:end] = integer_prefill(
                 prompts, queries[start:end], *buffers, layer.layer_id, self.prefill.first_head, layer.scaling
             )  # fmt: skip
             start = end
         return found.view(len(q), -1)
-
-    def _prompts(self, forward_batch: "ForwardBatch") -> list[PromptBatch]:
-        """The prompts of a forward, made in its first layer."""
-        return self.prefill.prompts(lambda: list(self._grouped(forward_batch)))
 
     def _grouped(self, forward_batch: "ForwardBatch") -> Iterator[PromptBatch]:
         """Split the prompts into groups whose quantized KV fits the memory for it, which is that of the longest context."""

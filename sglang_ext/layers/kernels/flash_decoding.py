@@ -21,13 +21,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Sizes of one program's work.
-
-    Attributes:
-        rows: Queries of a KV head, a power of 2.
-        tokens: Tokens per step, a power of 2.
-        stages: Pipeline stages of the loads.
-    """
+    """Sizes of one program's work: queries of a KV head and tokens per step, powers of 2, and pipeline stages of the loads."""
 
     rows: int
     tokens: int
@@ -36,13 +30,9 @@ class DecodeTile:
 
 @lru_cache
 def tile_choices(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> tuple[DecodeTile, ...]:
-    """Tile sizes for ``group`` queries that share a KV head, in order of preference.
+    """Tile sizes for ``group`` queries that share a KV head, in order of preference; ``tokens`` and ``stages`` are the preferred values.
 
-    Args:
-        group: Queries that share a KV head.
-        most_rows: Maximum rows of a program.
-        tokens, stages: The preferred values.
-        fewest_rows: Minimum rows of a matrix product. Fewer queries are padded to this number.
+    ``fewest_rows`` is the minimum of a matrix product: fewer queries are padded to this number.
     """
     rows = min(most_rows, max(fewest_rows, triton.next_power_of_2(group)))
     fewer = [DecodeTile(rows, tokens, stage) for stage in range(stages, 0, -1)]
@@ -135,9 +125,8 @@ def merge_splits(
 ):  # fmt: skip
     """Merge the splits of one head of one request.
 
-    If ``APART``, the result over compressed tokens is stored in ``far`` and the result over exact tokens in ``near``. Otherwise ``far``
-    gets both. A program launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must
-    wait for this one itself.
+    If ``APART``, ``far`` gets the result over compressed tokens and ``near`` that over exact tokens. Otherwise ``far`` gets both. A program
+    launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must wait for this one itself.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -188,14 +177,12 @@ class SplitOutputs:
     @cached_property
     def partial(self) -> torch.Tensor:
         """Weighted means of the values: float32 [requests * heads * splits, value_dim]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads * self.num_splits, self.value_dim, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel() * self.num_splits, self.value_dim, device=self.queries.device)
 
     @cached_property
     def lse(self) -> torch.Tensor:
         """Logs of the sums of weights: float32 [requests * heads, splits]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel(), self.num_splits, device=self.queries.device)
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""

@@ -2,10 +2,7 @@
 access to shared memory.
 
 A launch uses the largest tile sizes for which the GPU has enough shared memory. One program may use 227 KiB on an H100 or B200, 163 KiB on
-an A100, and 99 KiB on an L40S or RTX 5090. Only the compiler knows how much a kernel uses. Triton compares that size with the
-device's ``shared_memory_per_block_optin`` before the kernel runs.
-
-Kernels over many layers take a table of buffer addresses, or an address in another GPU's memory.
+an A100, and 99 KiB on an L40S or RTX 5090. Only the compiler knows how much a kernel uses.
 
 Ordered access is to 64-bit words in memory shared by processes on several GPUs (PTX, scope ``sys``), and to counts that kernels of one GPU
 await. It uses loads and stores, because GPUs joined by PCIe have no atomic operations on each other's memory. Triton's interpreter runs no
@@ -70,10 +67,9 @@ def capability(keys: torch.Tensor) -> tuple[int, int] | None:
 
 
 def pdl_options(keys: torch.Tensor) -> dict[str, bool]:
-    """Launch options for a kernel that can start before the previous kernel ends.
+    """Launch options for a kernel that can start before the previous kernel ends (CUDA's programmatic dependent launch).
 
-    The kernel uses CUDA's programmatic dependent launch if the GPU that holds ``keys`` supports it. ``EARLY`` tells the kernel to wait
-    for the previous kernel itself.
+    ``EARLY``, set if the GPU that holds ``keys`` supports it, tells the kernel to wait for the previous kernel itself.
     """
     found = capability(keys)
     return {"EARLY": True, "launch_pdl": True} if found is not None and found >= HOPPER else {"EARLY": False}

@@ -133,18 +133,19 @@ def ragged_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads no device memory on the host, and ``cells`` always at the same addresses, so CUDA graphs may capture it. Raises OptionError if
-    no tiles of such heads fit the GPU.
+    Reads no device memory on the host, and ``cells`` always at the same addresses, so CUDA graphs may capture it.
 
     Args:
         cells: Ragged-head layout: which rows begin with compressed KV, and the contents of its cells, which may be those of other layers.
         layer: Index of the layer in its buffers.
         queries: [requests, heads, dim], in the dtype of the buffers.
         token_table: int32 [rows, width]; a row has the slots of its compressed KV, then those of the tokens after it.
-        rows: int64 [requests], rows of the table.
-        lengths: int64 [requests], slots of each row.
+        rows, lengths: int64 [requests], rows of the table, and slots of each.
         scaling: Factor on query-key products.
         splits: Parallel splits of a head's kept tokens, and of the tokens after the compressed KV.
+
+    Raises:
+        OptionError: No tiles of such heads fit the GPU.
     """
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
     requests, heads, dim = queries.shape
@@ -174,8 +175,7 @@ POLLS = tl.constexpr(1 << 13)
 
 @triton.jit
 def _holder(table, place, width, PER_SLOT: tl.constexpr):
-    """Load the slots of compressed KV that hold the pointers at indices. ``width`` limits the row; the number of pointers is not known
-    yet."""
+    """Load the slots of compressed KV that hold the pointers at ``place``, within the row's ``width``: their number is not known yet."""
     return tl.load(table + place // PER_SLOT, mask=place // PER_SLOT < width, other=0)
 
 
@@ -309,8 +309,7 @@ def pointer_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it. Raises OptionError if
-    no tiles of such heads fit the GPU.
+    Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it.
 
     On GPUs from Hopper on, it is launched before the previous kernel has ended (programmatic dependent launch). The previous kernel may
     write queries, and keys and values of new tokens. It must not write ``begins``, pointers, table or rows, because these are read before
@@ -319,17 +318,16 @@ def pointer_decode(
 
     Args:
         begins: Pointer layout: which rows begin with pointers.
-        queries: [requests, heads, dim], in the dtype of the buffers.
         keys, values: A layer's buffers, [slots, kv_heads, dim].
         token_table: int32 [rows, width]; a row has the slots that hold its pointers, then those of the tokens after them.
-        rows: int64 [requests], rows of the table.
-        lengths: int64 [requests], slots of each row.
-        scaling: Factor on query-key products.
-        splits: Parallel splits of a head's kept tokens, and of the tokens after them.
+        queries, rows, lengths, scaling, splits: As in :func:`ragged_decode`.
         arrived: int32 [rows of the table, kv_heads], of a selection kernel launched directly before this one; 0 once a head's pointers
             are written. If the GPU supports it, this kernel waits only for these. So no kernel may be launched in between, and a
             selection must have been launched. None otherwise: the kernel then waits for the end of the previous one, except for the early
             reads above.
+
+    Raises:
+        OptionError: No tiles of such heads fit the GPU.
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), SplitOutputs(queries, values.shape[2], splits)

@@ -7,7 +7,7 @@ replace rows that it no longer needs. mem_cache/compressed/row_exchange.py does 
   record. :func:`move_newest` copies the newest rows when the compressed KV is refreshed.
 
 A *move* is an index in the compressed KV and the position of the token whose row is stored there. In an exchange buffer, a *pair* is a
-layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (selection/exact_logits.py:load_pair).
+layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (key_scores.py:load_pair).
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.compressed_kv import _copy_tokens
 from sglang_ext.layers.kernels.exchange_kernels import COMMIT_NUMBERS, QUESTION_STRIDE
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pointer_at
-from sglang_ext.layers.kernels.selection.exact_logits import CHUNK, PITCH, VARYING, load_pair
-from sglang_ext.layers.kernels.selection.select_tokens import BEYOND, UNFUSED, WORD, MarkedTokens, load_normalizers, popcount, score_bit_patterns
+from sglang_ext.layers.kernels.key_scores import CHUNK, PITCH, VARYING, load_pair
+from sglang_ext.layers.kernels.kv_copies import _copy_tokens
+from sglang_ext.layers.kernels.select_tokens import BEYOND, UNFUSED, WORD, MarkedTokens, load_normalizers, popcount, score_bit_patterns
 
 # Held rows, words of marks, copied rows, and counts of heads that a program handles at once.
 LOOKED_AT, WORDS, COPIED, COUNTED = 2048, 1024, 64, 1024
@@ -35,8 +35,7 @@ def _exchange(
     requests, pitches, chunks, table_row, most, fresh, held_row, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Find the arriving tokens of a KV head of a context, their slots, and the indices that they take. Marks of staying tokens are
-    cleared.
+    """Find the arriving tokens of a KV head of a context, their slots, and the indices that they take. Marks of staying tokens are cleared.
 
     ``coming``, ``bits`` and ``going`` are scratch: candidate tokens, bits of their scores if not all fit, and indices of leaving rows.
     """
@@ -110,8 +109,7 @@ def _exchange(
 
 @triton.jit
 def _next_rows(counts, slots, there, part, parts, all_heads, of_request, requests, fresh, ROWS: tl.constexpr):
-    """Return for a part: arriving rows of its head in total, slots of its own rows, and whether the selection request is published. Zeros
-    beyond the last part."""
+    """Return arriving rows of a part's head, slots of its own rows, and whether the request is published. Zeros beyond the last part."""
     of_head, index, inside = part % all_heads, part // all_heads * ROWS + tl.arange(0, ROWS), part < parts
     slot = tl.load(slots + of_head.to(tl.int64) * fresh + index, mask=inside & (index < fresh), other=0)
     return tl.load(counts + of_head, mask=inside, other=0), slot, tl.load(there + of_head // of_request % requests, mask=inside, other=0)
@@ -163,7 +161,7 @@ def _push_rows(
 
 
 class GpuRowExchange(NamedTuple):
-    """Arriving rows of some requests in some layers, and the indices of compressed KV that they take, as in row_exchange.py:plan_exchange.
+    """Arriving rows, and the indices of compressed KV that they take, as in mem_cache/compressed/row_exchange.py:plan_exchange.
 
     Attributes:
         counts: int32 [layers, requests, kv_heads], number of arriving tokens.
@@ -210,11 +208,9 @@ def push_rows(
     Args:
         tables: int64 [all layers] each, addresses of the layers' key and value buffers.
         like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        comes: Result of :func:`exchange`.
-        asked: int64 [all requests, :data:`~sglang_ext.layers.kernels.exchange_kernels.QUESTION_NUMBERS`].
-        there: int32 [all requests], 1 for each published selection request. Nothing is written for the others.
+        comes: Result of :func:`exchange`, from ``first_layer`` and ``first_request`` on.
+        asked, there: As in exchange_kernels.py:push_chosen.
         targets: Addresses of the exchange buffer's counts, moves, keys and values, for its first lane.
-        first_layer, first_request: First layer and request of ``comes``.
     """
     layers, requests, heads, fresh = comes.slots.shape
     all_heads, dim = layers * requests * heads, like.shape[2]
@@ -226,7 +222,7 @@ def push_rows(
 
 
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
-# Index of applied rows among the counters (exchange_kernels.py:COUNTERS).
+# Index of applied rows among the counters (managers/cache_rank/exchange_buffer.py:COUNTERS).
 ROWS_COUNTER = tl.constexpr(4)
 # Rows that a program copies at once.
 COMMITTED = 16
@@ -288,8 +284,7 @@ def commit_rows(
         numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
         records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each compressed KV holds; updated.
         counters: int64 counters, of which the one of applied rows is incremented.
-        tables: int64 [layers] each, addresses of the layers' key and value buffers.
-        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        tables, like: As in :func:`push_rows`.
         targets: int64, slots of the compressed KV of all requests, concatenated.
     """
     heads, dim = like.shape[1:]
@@ -307,11 +302,10 @@ def move_newest(
     """Copy rows of tokens to indices of a compressed KV, which differ from head to head.
 
     Args:
-        tables: int64 [layers] each, addresses of the layers' key and value buffers.
+        tables: As in :func:`push_rows`.
         keys, values: A layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
         places: int64 [layers, kv_heads, count], target indices.
-        sources: int64 [count], slots of the tokens.
-        targets: int64, slots of the compressed KV.
+        sources, targets: int64, slots of the ``count`` tokens, and of the compressed KV.
     """
     layers, heads, count = places.shape
     dim = keys.shape[2]

@@ -25,8 +25,7 @@ class VerifyTile:
         rows: Rows of the first product, a power of 2 of at least 16.
         more_rows: Rows of a second product over the same keys, 0 or a power of 2 of at least 16.
         tokens: Context tokens per step.
-        warps: Warps of a program.
-        stages: Pipeline stages of the loads of keys and values.
+        warps, stages: Warps of a program, and pipeline stages of the loads of keys and values.
     """
 
     rows: int
@@ -43,10 +42,8 @@ EXACT = VerifyTile(rows=16, more_rows=0, tokens=32, warps=4, stages=2)
 def fast_tile(rows: int, key_bytes: int) -> VerifyTile:
     """Tile sizes for ``rows`` rows per request: the fewest programs first, then the fewest padding rows.
 
-    Args:
-        rows: New tokens of a request times the query heads that share a KV head.
-        key_bytes: Bytes of a key. The keys and values of three steps should take 96 KiB of shared memory. If the GPU has
-            too little shared memory left beside the queries, :func:`tile_choices` has smaller sizes.
+    Rows are the new tokens of a request times the query heads that share a KV head. With keys of ``key_bytes`` bytes, the keys and values of
+    three steps should take 96 KiB of shared memory; :func:`tile_choices` has smaller sizes.
     """
     tile_choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
     first, second = min(tile_choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
@@ -89,8 +86,7 @@ class VerifyTokens:
     """The new tokens of each request of a batch.
 
     Attributes:
-        rows: int64 [requests], rows of the token table.
-        prefixes: int64 [requests], tokens before the new ones.
+        rows, prefixes: int64 [requests], rows of the token table, and tokens before the new ones.
         starts: int64 [requests + 1], index of each request's first new token among all new tokens.
         counts: New tokens of each request, on the host.
         ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
@@ -249,7 +245,7 @@ def _verify_attention(
             best, total, acc = _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP)
             if MORE > 0:
                 best2, total2, acc2 = _attend(q2, k, v, places, begin2, end2, scaling, best2, total2, acc2, CAP)
-    # Partial results are indexed from the first request of this launch.
+        # Partial results are indexed from the first request of this launch.
         _store(
             partial, lse, start - origin, head0, token, head, begin, end, split, best, total, acc,
             partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,
@@ -281,12 +277,10 @@ def verify_attention(
         keys, values: The pool's buffers, [slots, kv_heads, key_dim or value_dim]. They already contain the new tokens.
         out: [tokens, query_heads, value_dim].
         token_table: int32 [rows, width], slots of each request's tokens.
-        tokens: The new tokens of each request.
-        splits: How contexts are split.
-        blocks: Sizes of the matrix products. Smaller sizes are used if the GPU has too little shared memory. Pass
-            :data:`~.verify_tile_sizes.EXACT` for the arithmetic of SGLang's decode kernel.
-        buffers: From :func:`~.verify_tile_sizes.partial_buffers`. Requests that do not fit at the same time are computed group by
-            group.
+        tokens, splits: The new tokens of each request, and how contexts are split.
+        blocks: Sizes of the matrix products; smaller ones are used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic
+            of SGLang's decode kernel.
+        buffers: From :func:`partial_buffers`. Requests that do not fit at the same time are computed group by group.
         scaling: Factor on query-key products.
         cap: Bound of the tanh (logit cap) on the products, 0 for none.
 

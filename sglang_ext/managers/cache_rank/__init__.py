@@ -6,9 +6,9 @@ Shared by both sides:
 
 Inference rank:
 
-- `feature.py`: what the worker needs. `launch.py`, `process.py`: start and end the rank processes. `rank_link.py`: connection to one rank.
-- `leases.py`: memory of requests at a rank. `rank_requests.py`: state of a request.
-- `client.py`: base of the clients. `stepwise_client.py`, `interval_tuner.py`: ranks on GPUs. `layerwise_client.py`, `timeline.py`: on CPUs.
+- `feature.py`: what the worker needs; it starts the ranks. `rank_link.py`: the process of one rank, and the connection to it.
+- `leases.py`: the requests at a rank, and their memory there.
+- `client.py`: base of the clients. `stepwise_client.py`: ranks on GPUs. `layerwise_client.py`: on CPUs.
 
 Cache rank:
 

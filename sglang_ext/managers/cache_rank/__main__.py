@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.managers.cache_rank``: the process of a cache rank, started by an inference rank (process.py)."""
+"""``python -m sglang_ext.managers.cache_rank``: the process of a cache rank, started by an inference rank (rank_link.py)."""
 
 import argparse
 import logging

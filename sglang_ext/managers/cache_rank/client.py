@@ -26,12 +26,11 @@ from contextlib import suppress
 
 import torch
 
-from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, block_hashes
+from sglang_ext.managers.cache_rank.exchange_buffer import SelectionTarget
+from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, PendingSelection, RankRequest, RowRecord, block_hashes
 from sglang_ext.managers.cache_rank.protocol import BLOCK
-from sglang_ext.managers.cache_rank.rank_link import RankLink, RankUnavailable
-from sglang_ext.managers.cache_rank.rank_requests import RankRequest, RowRecord
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
-from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, CompressedRequests, FreeBlocks
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -48,32 +47,28 @@ class CacheRankClient(AsyncSelector):
     """Client of one inference rank; each request is at one of the ranks.
 
     Args:
-        links: Connections to the ranks.
-        method: Compression method of all requests; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        method: Compression method of all requests, with the compressor spade.
         token_table: int32, SGLang's token table with the draft rows.
-        buffers: Layers of SGLang's KV pool.
-        queries: Newest queries of each request.
-        max_wait_seconds: Maximum wait in one step.
 
     Attributes:
+        max_wait_seconds: Maximum wait in one step.
         missed: Missing selections by reason: one per request and selection interval, or per round while the request reads its full KV.
         taken: Number of applied selections; one covers all layers of a request.
         waited: Seconds that steps have waited.
         rows: Received and applied rows of K and V, each of one layer and KV head.
-        sends_rows: See :class:`RowSender`.
+        sends_rows: See :class:`AsyncSelector`.
     """
 
     in_place = True
 
     def __init__(
-        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        max_wait_seconds: float = WAIT_SECONDS,
-    ):  # fmt: skip
-        self.links, self.buffers = tuple(links), buffers
-        self._method, self._table, self._queries, self.max_wait_seconds = method, token_table, queries, max_wait_seconds
+        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows
+    ):
+        self.links, self.buffers, self.max_wait_seconds = tuple(links), buffers, WAIT_SECONDS
+        self._method, self._table, self._queries = method, token_table, queries
         self.missed: Counter[str] = Counter()
         self.taken, self.waited, self.rows = 0, 0.0, 0
-        self.sends_rows = self.links[0].settings.attach.shape.rows
+        self.sends_rows = self.links[0].attach.shape.rows
         self._leases: dict[RankLink, KeyLeases] = {}
         self._requests: dict[int, RankRequest] = {}
         self._records: dict[int, RowRecord] = {}
@@ -88,11 +83,11 @@ class CacheRankClient(AsyncSelector):
     @property
     def starts(self) -> int:
         """Number of processes started."""
-        return sum(link.starts for link in self.links)
+        return sum(link.epoch for link in self.links)
 
     @property
     def processes(self) -> tuple[int, int]:
-        """See :attr:`RowSender.processes`."""
+        """See :attr:`AsyncSelector.processes`."""
         return self.ready, self.starts
 
     @property
@@ -103,93 +98,89 @@ class CacheRankClient(AsyncSelector):
     @property
     def held_tokens(self) -> int:
         """Token capacity of the allocated blocks at all ranks."""
-        return BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
+        return BLOCK * sum(leases.link.attach.blocks - leases.free_blocks for leases in self._current_leases())
 
     @property
     def interval(self) -> int:
         """Steps between two selections of a request."""
         return self._method.compressor.every
 
-    def _current(self, link: RankLink) -> KeyLeases | None:
-        """Leases at the running process, or None if it has none."""
-        leases = self._leases.get(link)
-        return None if leases is None or leases.epoch != link.epoch else leases
-
-    def _free_blocks(self, link: RankLink) -> int:
-        leases = self._current(link)
-        return link.settings.attach.blocks if leases is None else leases.free_blocks
-
-    def _free_lanes(self, link: RankLink) -> int:
-        leases = self._current(link)
-        return link.settings.attach.shape.lanes if leases is None else leases.free_lanes
+    def _current_leases(self) -> list[KeyLeases]:
+        """Leases at the running processes of the ready ranks."""
+        ready = [link for link in self.links if link.ready]
+        for link in ready:
+            if link not in self._leases or self._leases[link].epoch != link.epoch:
+                self._leases[link] = KeyLeases(link, self.buffers)
+        return [self._leases[link] for link in ready]
 
     def free_blocks(self) -> FreeBlocks:
-        """See :meth:`RowSender.free_blocks`."""
-        ready = [link for link in self.links if link.ready]
-        return FreeBlocks([*map(self._free_blocks, ready)], BLOCK, [*map(self._free_lanes, ready)])
+        """See :meth:`AsyncSelector.free_blocks`."""
+        leases = self._current_leases()
+        return FreeBlocks([each.free_blocks for each in leases], BLOCK, [each.free_lanes for each in leases])
 
     def has_request(self, row: int) -> bool:
-        """See :meth:`RowSender.has_request`."""
+        """See :meth:`AsyncSelector.has_request`."""
+        return self._served_request(row) is not None
+
+    def _served_request(self, row: int) -> RankRequest | None:
+        """The request in ``row`` if it is at a rank that has not been lost."""
         request = self._requests.get(row)
-        return request is not None and not request.has_lost_rank
+        return None if request is None or request.has_lost_rank else request
 
-    def _select_rank(self) -> KeyLeases:
-        """Return the leases of the rank with the most free blocks, preferring ranks with a free lane.
-
-        Raises:
-            RankUnavailable: No rank is ready.
-        """
-        ready = [link for link in self.links if link.ready]
-        if not ready:
-            raise RankUnavailable(self.links[0].down_reason)
-        for link in ready:
-            if self._current(link) is None:
-                self._leases[link] = KeyLeases(link, self.buffers)
-        return max((self._leases[link] for link in ready), key=lambda each: (each.free_lanes > 0, each.free_blocks))
-
-    def _due_rows(self, compressed_kv: CompressedKVCache, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
-        """Return the requests of ``ends`` that are due for a selection request.
-
-        If steps are verified, the selection interval is counted in steps across rounds. A round may have fewer steps than the interval, and
-        rejected drafts reset positions. A selection requested in one round may be applied in a later one, if the compressed KV covers the
-        same tokens.
-        """
+    def _due_rows(self, compressed_kv: CompressedRequests, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
+        """Return the requests of ``ends`` that are due for a selection request."""
         self._steps += 1
+        # If steps are verified, the interval is counted in steps across rounds: a round may have fewer steps, and rejected drafts reset
+        # positions.
         if not verified:
             return {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % every}
         due = {row: end for row, end in ends.items() if row not in self._last_due_step or self._steps - self._last_due_step[row] >= every}
         self._last_due_step.update(dict.fromkeys(due, self._steps))
         return due
 
-    def _has_keys(self, compressed_kv: CompressedKVCache, row: int) -> bool:
+    def _has_keys(self, compressed_kv: CompressedRequests, row: int) -> bool:
         """Whether the rank has, or was sent, all keys that the request's compressed KV covers."""
-        request = self._requests.get(row)
-        return request is not None and not request.has_lost_rank and request.lease.held >= compressed_kv.get(row).covered
+        request = self._served_request(row)
+        return request is not None and request.held >= compressed_kv.get(row).covered
 
-    def _lacks_keys(self, compressed_kv: CompressedKVCache, row: int) -> bool:
+    def _lacks_keys(self, compressed_kv: CompressedRequests, row: int) -> bool:
         """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
-        request = self._requests.get(row)
-        return (
-            request is not None and not request.has_lost_rank and request.leases.link.has_free_place
-            and not self._has_keys(compressed_kv, row)
-        )  # fmt: skip
+        request = self._served_request(row)
+        return request is not None and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
 
-    def _send_missing_keys(self, compressed_kv: CompressedKVCache, row: int) -> None:
+    def _send_missing_keys(self, compressed_kv: CompressedRequests, row: int) -> None:
         """Send keys of a request that is not due, as far as staging slots are free."""
         # An earlier request may have taken the last staging slot.
         if self._lacks_keys(compressed_kv, row):
             with suppress(RankUnavailable, MemoryFull):  # counted when it is due
-                self._requests[row].extend(self._table[row, : compressed_kv.get(row).covered].long())
+                request = self._requests[row]
+                request.leases.extend(request, self._table[row, : compressed_kv.get(row).covered].long())
 
-    def _hand_over_keys(self, compressed_kv: CompressedKVCache, row: int) -> RankRequest | None:
+    def _hand_over_keys(self, compressed_kv: CompressedRequests, row: int) -> RankRequest | None:
         """Return the request in ``row`` once its rank has, or is sent, the keys that its compressed KV covers. Before, and if no rank takes
-        it, return None and count a missing selection.
+        it, return None and count a missing selection."""
+        covered = compressed_kv.get(row).covered
+        try:
+            request = self._open_request(compressed_kv, row)
+            if request.held >= covered or request.leases.extend(request, self._table[row, :covered].long()):
+                return request
+            self.missed["hand-over"] += 1
+        except RankUnavailable as error:
+            self.missed[str(error)] += 1
+        except MemoryFull as error:
+            # Only requests with full KV here get this error: for the others the rank has all covered tokens.
+            self.missed[str(error)] += 1
+            self._close_lease(row)
+        return None
+
+    def _open_request(self, compressed_kv: CompressedRequests, row: int) -> RankRequest:
+        """Return the request in ``row``, at another rank if its rank was lost.
 
         Raises:
             RankUnavailable: No rank is ready, the rank accepts no messages, or the request is lost.
-            MemoryFull: No lane or block is free.
+            MemoryFull: No lane is free.
         """
-        request, covered = self._requests.get(row), compressed_kv.get(row).covered
+        request = self._requests.get(row)
         if request is not None and request.has_lost_rank:
             if request.is_remote_only:
                 raise RankUnavailable(request.leases.link.down_reason)
@@ -197,16 +188,30 @@ class CacheRankClient(AsyncSelector):
             request = None
         if request is None:
             request = self._requests[row] = self._open_lease(compressed_kv, row)
-        if request.lease.held < covered and not request.extend(self._table[row, :covered].long()):
-            self.missed["hand-over"] += 1
-            return None
         return request
 
-    def _open_lease(self, compressed_kv: CompressedKVCache, row: int) -> RankRequest:
-        leases = self._select_rank()
-        lease, namespace = leases.open(), compressed_kv.namespace_of(row)
-        # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
-        return RankRequest(leases, lease, () if namespace is None else block_hashes(namespace, compressed_kv.prompt_of(row)))
+    def _open_lease(self, compressed_kv: CompressedRequests, row: int) -> RankRequest:
+        """Open a lease at the rank with the most free blocks, preferring ranks with a free lane.
+
+        Raises:
+            RankUnavailable: No rank is ready, or the rank accepts no messages.
+            MemoryFull: No lane is free.
+        """
+        leases = max(self._current_leases(), key=lambda each: (each.free_lanes > 0, each.free_blocks), default=None)
+        if leases is None:
+            raise RankUnavailable(self.links[0].down_reason)
+        request, namespace = leases.open(), compressed_kv.namespace_of(row)
+        if namespace is not None:
+            # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
+            request.names = block_hashes(namespace, compressed_kv.prompt_of(row))
+        return request
+
+    def _target(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, pending: PendingSelection) -> SelectionTarget:
+        """The part of a request's compressed KV that applies the selection of a pack."""
+        exchange_buffer, compressed, record = request.leases.link.exchange_buffer, compressed_kv.get(row), self._records.get(row)
+        entry, word = exchange_buffer.shape.entry(request.lane, pack.first), exchange_buffer.word(pending.sequence)
+        slots, positions = compressed.own[compressed.sinks :], None if record is None else record.positions[pack.layers]
+        return SelectionTarget(entry, word, row, pending.covered, pending.keep, slots, positions)
 
     def flush(self, row: int) -> None:
         """See :meth:`AsyncSelector.flush`."""
@@ -224,27 +229,22 @@ class CacheRankClient(AsyncSelector):
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
         """See :meth:`AsyncSelector.extend`."""
-        request = self._requests.get(row)
-        if request is None or request.has_lost_rank:
+        request = self._served_request(row)
+        if request is None:
             return False
-        if request.lease.held < len(slots):
+        if request.held < len(slots):
             request.leases.link.wait(0)
             self._launch_keys(request, slots)
-        return request.lease.held >= len(slots)
+        return request.held >= len(slots)
 
     def _launch_keys(self, request: RankRequest, slots: torch.Tensor) -> None:
         """Send the missing keys of a request at ``slots``, as far as blocks and staging slots are free, and announce them."""
         try:
-            request.extend(slots)
+            request.leases.extend(request, slots)
         except (RankUnavailable, MemoryFull) as error:
             self.missed[str(error)] += 1
         # Announce the keys now. Otherwise the rank polls until the next selection request.
-        self._announce(request.leases.link)
-
-    def _announce(self, link: RankLink) -> None:
-        """Announce all writes to a rank's exchange buffer."""
-        if link.exchange_buffer.has_unannounced:
-            link.exchange_buffer.publish(self._queries.pool, [])
+        request.leases.link.exchange_buffer.publish(self._queries.pool, [])
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
         """See :meth:`AsyncSelector.plan_refresh`."""
@@ -254,17 +254,17 @@ class CacheRankClient(AsyncSelector):
         return coming
 
     def num_held_tokens(self, row: int) -> int:
-        """See :meth:`RowSender.num_held_tokens`."""
-        request = self._requests.get(row)
-        return 0 if request is None or request.has_lost_rank or row not in self._records else request.lease.held
+        """See :meth:`AsyncSelector.num_held_tokens`."""
+        request = self._served_request(row)
+        return 0 if request is None or row not in self._records else request.held
 
     def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
-        """See :meth:`RowSender.on_slots_freed`."""
+        """See :meth:`AsyncSelector.on_slots_freed`."""
         if is_remote_only and row in self._requests:
             self._requests[row].is_remote_only = True
 
     def is_lost(self, row: int) -> bool:
-        """See :meth:`RowSender.is_lost`."""
+        """See :meth:`AsyncSelector.is_lost`."""
         request = self._requests.get(row)
         return request is not None and request.is_remote_only and request.has_lost_rank
 
@@ -279,7 +279,7 @@ class CacheRankClient(AsyncSelector):
         if request is not None and not request.has_lost_rank:
             # If the rank accepts no message, its process was ended, and all leases with it.
             with suppress(RankUnavailable):
-                request.leases.close(request.lease)
+                request.leases.close(request)
 
     def forget_all(self) -> None:
         """See :meth:`AsyncSelector.forget_all`."""

@@ -27,12 +27,10 @@ This design has these consequences:
   older selections.
 """
 
-import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -40,16 +38,14 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, BufferShape, StagedTokens
+from sglang_ext.managers.cache_rank.protocol import CHOSEN, DONE, BufferShape, ExchangeLayout, PackRegion, StagedTokens, epoch_word
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 
-# Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
-LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
+# Counters of the device: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of
+# waiting, and applied rows of K and V.
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 ALL_LAYERS = slice(None)
-# Granularity of CUDA allocations, so that the IPC handle covers no other allocation.
-GRAIN = 2 << 20
 # Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
 
@@ -58,145 +54,28 @@ class ExchangeBufferError(OptionError):
     """The GPUs cannot share the exchange buffer. The text names the GPUs and the remedy."""
 
 
-def epoch_word(epoch: int, number: int) -> int:
-    """Return the word of a number in a process's epoch."""
-    return (epoch << NUMBER_BITS) + number
+def _allocate_on_gpu(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """Allocate zeros, uint8 [size], outside PyTorch's allocator, which might free them while another process maps them. Also their handle."""
+    from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # creates the CUDA context
+        library = CudaRTLibrary()
+        address = library.cudaMalloc(size)
+        library.cudaMemset(address, 0, size)
+        library.cudaDeviceSynchronize()  # orders the memset before work on other streams
+        handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
+    shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
+    memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
+    assert memory.data_ptr() == address.value, "a view, no copy"
+    return memory, handle
 
 
-class PackRegion(NamedTuple):
-    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
-
-    Attributes:
-        lane: Lane of the request.
-        first: First layer.
-        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
-        pairs: Index of the pack's first pair of layer and KV head.
-    """
-
-    lane: int
-    first: int
-    numbers: int
-    pairs: int
-
-    @classmethod
-    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
-        """Return the region of the pack whose words have this index."""
-        lane, first = divmod(entry, shape.packs)
-        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
-
-
-class BufferRegion(NamedTuple):
-    """A region of the exchange buffer: its first byte, sizes and dtype."""
-
-    begin: int
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ExchangeLayout:
-    """Regions of the exchange buffer, which both sides compute from the shape.
-
-    Attributes:
-        heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
-        written: int64 [8]; the first counts the writes of the inference rank.
-        queries: [lanes, 2, layers, window, query_heads, dim].
-        keys: [places, layers, block, kv_heads, dim], staging slots.
-        chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
-        values: Like ``keys``. This and the following are empty if no values are sent.
-        records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
-        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
-        moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
-        row_keys, row_values: [lanes, pairs, fresh, dim].
-        size: Total bytes.
-    """
-
-    heads: BufferRegion
-    written: BufferRegion
-    queries: BufferRegion
-    keys: BufferRegion
-    chosen: BufferRegion
-    values: BufferRegion
-    records: BufferRegion
-    counts: BufferRegion
-    moves: BufferRegion
-    row_keys: BufferRegion
-    row_values: BufferRegion
-    size: int
-
-    @classmethod
-    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
-        """Compute the layout for ranks of this shape."""
-        dtype, by_lane, begin, parts = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
-        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
-        if not shape.rows:
-            chosen, places, lanes = pairs * shape.most, 0, 0
-        for sizes, kind in (
-            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
-            ((8,), torch.int64),
-            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
-            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((*by_lane, chosen), torch.int32),
-            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((lanes, pairs * shape.most), torch.int32),
-            ((lanes, pairs), torch.int32),
-            ((lanes, pairs, shape.fresh, 2), torch.int32),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-        ):
-            parts.append(BufferRegion(begin, sizes, kind))
-            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
-        return cls(*parts, -(-begin // GRAIN) * GRAIN)
-
-    @property
-    def parts(self) -> tuple[BufferRegion, ...]:
-        """All regions in order."""
-        rows = self.values, self.records, self.counts, self.moves, self.row_keys, self.row_values
-        return self.heads, self.written, self.queries, self.keys, self.chosen, *rows
-
-    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a view of each region of ``memory``, uint8 [size]."""
-        found = []
-        for part in self.parts:
-            size = math.prod(part.sizes) * part.dtype.itemsize
-            found.append(memory[part.begin : part.begin + size].view(part.dtype).view(part.sizes))
-        return tuple(found)
-
-
-class SharedGpuMemory:
-    """Memory of the current GPU outside PyTorch's allocator. It is never freed while another process maps it.
-
-    Attributes:
-        memory: uint8 [size], zeros.
-        handle: Its CUDA IPC handle.
-    """
-
-    def __init__(self, size: int, device: torch.device):
-        from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
-
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # creates the CUDA context
-            library = CudaRTLibrary()
-            address = library.cudaMalloc(size)
-            library.cudaMemset(address, 0, size)
-            library.cudaDeviceSynchronize()  # orders the memset before work on other streams
-            self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
-        shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
-        self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
-        assert self.memory.data_ptr() == address.value, "a view, no copy"
-        self.descriptor = None
-
-
-class SharedHostMemory:
-    """Anonymous shared memory, whose pages use no memory until they are written. ``descriptor``: its descriptor, which the rank's process
-    inherits."""
-
-    handle = b""
-
-    def __init__(self, size: int):
-        self.descriptor = os.memfd_create("kv-exchange", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, size)
-        self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+def _allocate_on_host(size: int) -> tuple[torch.Tensor, int]:
+    """Allocate anonymous shared memory, whose pages use no memory until they are written: uint8 [size], and its descriptor."""
+    descriptor = os.memfd_create("kv-exchange", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), descriptor
 
 
 class QueryUpload(NamedTuple):
@@ -248,6 +127,8 @@ class ExchangeBuffer:
 
     Attributes:
         handle: CUDA IPC handle; empty on a CPU.
+        descriptor: Descriptor of the shared memory; None on a GPU.
+        regions: Views of the regions of :class:`~.protocol.ExchangeLayout`, in order.
         number: Number of writes in this epoch, including a reserved one that is not published yet.
         counters: int64 [5], :data:`COUNTERS`, on the device.
 
@@ -257,15 +138,16 @@ class ExchangeBuffer:
 
     def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
         self.shape, self.rank_device, self.device = shape, rank_device, device
-        self._layout, self._epoch, self.number, self._announced = ExchangeLayout.from_shape(shape), 0, 0, 0
-        if device.type == "cuda":
+        self._epoch, self.number, self._announced, self._by_kernels = 0, 0, 0, device.type == "cuda"
+        layout, self.handle, self.descriptor = ExchangeLayout.from_shape(shape), b"", None
+        if self._by_kernels:
             check_peer_access(device, torch.device(rank_device))
-        self._held = SharedGpuMemory(self._layout.size, device) if device.type == "cuda" else SharedHostMemory(self._layout.size)
-        self.handle = self._held.handle
-        self.heads, self.written, self.queries, self.keys, self.chosen, *rows = self._layout.views(self._held.memory)
+            memory, self.handle = _allocate_on_gpu(layout.size, device)
+        else:
+            memory, self.descriptor = _allocate_on_host(layout.size)
+        self.heads, self.written, self.queries, self.keys, self.chosen, *rows = self.regions = layout.views(memory)
         self.values, self.records, *self.arrived = rows
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-        self._by_kernels = device.type == "cuda"
 
     def begin(self, epoch: int) -> int | None:
         """Reset the words for a process of a new epoch. Return a descriptor that the process inherits and its starter closes; None on a
@@ -276,7 +158,7 @@ class ExchangeBuffer:
         if self.device.type == "cuda":
             # Orders the reset before work on any stream.
             torch.cuda.current_stream().synchronize()
-        return None if self._held.descriptor is None else os.dup(self._held.descriptor)
+        return None if self.descriptor is None else os.dup(self.descriptor)
 
     def word(self, number: int) -> int:
         """Return the word of a number in the running process's epoch."""
@@ -299,8 +181,10 @@ class ExchangeBuffer:
                 from sglang_ext.layers.kernels.exchange_kernels import put_keys
 
                 put_keys(travels, told, getattr(buffers, table), of_layers[0], slots)
-            else:
-                copy_tokens(puts, of_layers, slots, travels)
+                continue
+            for place, tokens, first in puts:
+                for into, of_layer in zip(travels[place], of_layers):
+                    torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])
         return self.number
 
     def reserve_number(self) -> int:
@@ -308,34 +192,26 @@ class ExchangeBuffer:
         self.number += 1
         return self.number
 
-    @property
-    def has_unannounced(self) -> bool:
-        """Whether there are writes, or a reserved number, that were not announced to the rank."""
-        return self.number != self._announced
-
     def publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload]) -> None:
-        """Write the queries of selection requests whose slots are free, and announce them and all earlier writes.
+        """Write the queries of selection requests whose slots are free, and announce them and all earlier writes, if there are any.
 
         Args:
             pool: Pool of queries, [layers, places, query_heads, dim].
             selection_requests: Selection requests, one per lane.
         """
-        recorded = [each for each in selection_requests if each.record is not None]
+        if not selection_requests and self.number == self._announced:
+            return
+        recorded, places = [each for each in selection_requests if each.record is not None], []
+        for each in recorded:
+            at = PackRegion.from_entry(self.shape, each.lane)
+            places.append(self.records[at.lane, at.numbers : at.numbers + each.record.numel()])
         if recorded:
-            places = [self._record(each.lane, each.record.numel()) for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
         groups = [list(group) for _, group in groupby(sorted(selection_requests, key=_num_queries), key=_num_queries)]
         for group in groups or [[]]:
             # Announce the number only with the last group.
             self._announced = self.number if not groups or group is groups[-1] else self._announced
             self._publish(pool, group, self.word(self._announced))
-
-    def _record(self, entry: int, numbers: int) -> torch.Tensor:
-        """Return the record of a pack: int32 [numbers]."""
-        if self.shape.packs == 1:
-            return self.records[entry, :numbers]
-        at = PackRegion.from_entry(self.shape, entry)
-        return self.records[at.lane, at.numbers : at.numbers + numbers]
 
     def _publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload], written: int) -> None:
         """Publish selection requests that have equal numbers of queries."""
@@ -369,7 +245,10 @@ class ExchangeBuffer:
             hits, most = wait_for_selections(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
             targets = torch.cat([copy.slots for copy in copies])
             if self.shape.rows:
-                self._commit_rows_by_kernel(copies, hits, there, buffers, targets)
+                from sglang_ext.layers.kernels.row_exchange import commit_rows
+
+                records, tables = to_device([copy.record.data_ptr() for copy in copies], device), (buffers.key_table, buffers.value_table)
+                commit_rows(tuple(self.arrived), hits, there, records, self.counters, tables, buffers.keys[0], targets)
                 return
             write_selected_pointers(self.chosen, hits, there, most, buffers.key_table, buffers.keys[0], token_table, targets)
             return
@@ -378,9 +257,13 @@ class ExchangeBuffer:
             if not self._await_reply(copy, begun + int(seconds * 1e9)):
                 continue
             if self.shape.rows:
-                self._commit_rows(copy, buffers)
-            else:
-                self._commit_pointers(copy, token_table, buffers)
+                self.counters[COUNTERS.index("rows")] += self.commit_rows(copy, buffers)
+            elif (kept := self.read_selection(copy, self.shape.layers)) is not None:
+                place = torch.arange(copy.keep)
+                for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
+                    cells = as_pointers(keys)
+                    per_slot, heads = cells.shape[2], torch.arange(cells.shape[1])
+                    cells[copy.slots[place // per_slot][:, None], heads, (place % per_slot)[:, None]] = of_layer.t().int()
         self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
 
     def _await_reply(self, copy: SelectionTarget, until: int) -> bool:
@@ -403,29 +286,6 @@ class ExchangeBuffer:
         count = layers * heads * copy.keep
         kept = self.chosen[at.lane, copy.word % 2, at.numbers : at.numbers + count].view(layers, heads, copy.keep).long()
         return kept if int(kept.min()) >= 0 and int(kept.max()) < copy.covered else None
-
-    def _commit_pointers(self, copy: SelectionTarget, token_table: torch.Tensor, buffers: KVBuffers) -> None:
-        layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
-        kept = self.read_selection(copy, layers)
-        if kept is None:
-            return
-        place = torch.arange(copy.keep)
-        for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
-            cells = as_pointers(keys)
-            per_slot = cells.shape[2]
-            cells[copy.slots[place // per_slot][:, None], torch.arange(heads), (place % per_slot)[:, None]] = of_layer.t().int()
-
-    def _commit_rows_by_kernel(
-        self, copies: Sequence[SelectionTarget], hits: torch.Tensor, numbers: torch.Tensor, buffers: KVBuffers, targets: torch.Tensor
-    ) -> None:
-        from sglang_ext.layers.kernels.row_exchange import commit_rows
-
-        records = to_device([copy.record.data_ptr() for copy in copies], self.heads.device)
-        tables = buffers.key_table, buffers.value_table
-        commit_rows(tuple(self.arrived), hits, numbers, records, self.counters, tables, buffers.keys[0], targets)
-
-    def _commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> None:
-        self.counters[COUNTERS.index("rows")] += self.commit_rows(copy, buffers)
 
     def commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> int:
         """Store the received rows of a pack, whose layers ``buffers`` has, in a compressed KV, and update its record. Return their number.
@@ -462,17 +322,3 @@ def check_peer_access(device: torch.device, other: torch.device) -> None:
             f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks requires: choose GPUs "
             "with peer access by --base-gpu-id (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
         )
-
-
-def copy_tokens(puts: Sequence[StagedTokens], of_layers: Sequence[torch.Tensor], slots: torch.Tensor, places: torch.Tensor) -> None:
-    """Copy tokens of each layer to staging slots, [places, layers, block, kv_heads, dim], on a CPU.
-
-    Args:
-        puts: The staging slots to fill, each from its own index of ``slots`` on.
-        of_layers: Buffer of each layer, [slots, kv_heads, dim].
-        slots: int64 [tokens], pool slots of the tokens.
-        places: The staging slots.
-    """
-    for place, tokens, first in puts:
-        for into, of_layer in zip(places[place], of_layers):
-            torch.index_select(of_layer, 0, slots[first : first + tokens], out=into[:tokens])

@@ -7,9 +7,9 @@ import torch
 
 from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, BufferShape, KeyPiece, Lease, ProtocolError, StagedTokens
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, ProtocolError, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT, ExactKeys, ExactKVRows, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
 
 
 class KeyStore:
@@ -18,41 +18,34 @@ class KeyStore:
 
     The inference rank tracks which blocks are in use, so it knows before it sends whether the store is full.
 
-    Args:
-        shape: Sizes of the rank.
-        blocks: Number of blocks.
-        scaling: Factor on query-key products, by layer.
-        bits: Bits of the keys that are scored.
-        device: Device of the keys.
-
     Attributes:
-        held: Keys that are scored; the tokens of a block are contiguous.
-        rows: K and V that are sent back; None if only positions are sent.
         blocks: Number of blocks.
-        buffers: Buffers that the selection reads, like those of a KV pool. For quantized keys: the source block and the codes.
+        buffers: Buffers that the selection reads, like those of a KV pool; the tokens of a block are contiguous. For quantized keys: the
+            source block and the codes.
         sent: Exact keys and values of all blocks; None if only positions are sent.
     """
 
-    def __init__(
-        self, shape: BufferShape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT, device: torch.device = torch.device("cpu")
-    ):
+    def __init__(self, attach: Attach, device: torch.device):
+        shape, scaling, self.blocks = attach.shape, attach.scaling, attach.blocks
         if len(scaling) != shape.layers:
             raise ProtocolError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
-        sizes = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
-        self.held = held = scoring_keys(sizes, blocks * BLOCK, device)
-        self.rows = rows = ExactKVRows(sizes, blocks * BLOCK, held, device) if shape.rows else None
-        self.blocks = blocks
-        self._leased: dict[int, list[int]] = {}
-        exact, codes, layers = held if rows is None else rows.keys, held if isinstance(held, QuantizedKeys) else None, tuple(range(len(scaling)))
+        sizes, tokens = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), attach.bits), self.blocks * BLOCK
+        self._scored = scoring_keys(sizes, tokens, device)
+        exact = self._scored
+        if shape.rows and isinstance(exact, QuantizedKeys):
+            exact = ExactKeys(sizes, tokens, device)
         # None if only codes are stored: keys are then quantized from one block.
-        self._exact = exact if isinstance(exact, ExactKeys) else None
+        self._exact = exact.keys if isinstance(exact, ExactKeys) else None
+        self._values = ExactKeys(sizes, tokens, device).keys if shape.rows else None
         if self._exact is None:
             self._block = torch.empty(shape.layers, BLOCK, shape.kv_heads, shape.dim, dtype=sizes.dtype, device=device)
-        keys = self._block.unbind() if self._exact is None else self._exact.of_layers()
-        self._device, self._first = device, torch.arange(BLOCK, device=device)
+        keys, layers = (self._block if self._exact is None else self._exact).unbind(), tuple(range(len(scaling)))
+        codes = self._scored if isinstance(self._scored, QuantizedKeys) else None
         self._coder = None if codes is None else KeyQuantizer(keys, codes)
+        self._device, self._first = device, torch.arange(BLOCK, device=device)
+        self._leased: dict[int, list[int]] = {}
         self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
-        self.sent = None if rows is None else KVBuffers(layers, scaling, keys, rows.values.of_layers())
+        self.sent = None if self._values is None else KVBuffers(layers, scaling, keys, self._values.unbind())
 
     def lease(self, told: Lease) -> None:
         """Set the blocks of a lane's request from index ``told.first`` on.
@@ -105,15 +98,15 @@ class KeyStore:
                 self._coder.code(self._first[:tokens], first)
             return
         for some in split_by_block(pulls):
-            memory.pull(some, self._exact.whole)
+            memory.pull(some, self._exact)
             if self._coder is not None:
                 self._coder.code(_target_slots(some, self._device))
-            if self.rows is not None:
-                memory.pull(some, self.rows.values.whole, values=True)
+            if self._values is not None:
+                memory.pull(some, self._values, values=True)
 
     def clear(self, tokens: int) -> None:
         """Set the first ``tokens`` slots to zero."""
-        self.held.clear(tokens)
+        self._scored.clear(tokens)
 
 
 def _target_slots(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:

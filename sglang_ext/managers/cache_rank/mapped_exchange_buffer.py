@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sglang_ext.device import SideStream, to_device
-from sglang_ext.managers.cache_rank.exchange_buffer import (
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
+from sglang_ext.managers.cache_rank.protocol import (
+    BLOCK,
     CHOSEN,
     DONE,
     LANE_WORDS,
     QUESTION_NUMBERS,
     BufferRegion,
-    ExchangeBufferError,
+    BufferShape,
     ExchangeLayout,
     PackRegion,
+    StagedTokens,
 )  # fmt: skip
-from sglang_ext.managers.cache_rank.protocol import BLOCK, BufferShape, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
@@ -50,6 +52,7 @@ class MappedExchangeBuffer:
 
     def __init__(self, shape: BufferShape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ExchangeLayout.from_shape(shape)
+        self._item = getattr(torch, shape.dtype).itemsize
         self._copy_stream = SideStream(device)
         self._base = open_ipc_handle(handle, device) if descriptor is None else None
         if descriptor is not None:
@@ -57,16 +60,9 @@ class MappedExchangeBuffer:
             self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
             self._values, self._records, *self._row_regions = rows
 
-    def _address(self, part: BufferRegion, *index: int) -> int:
-        """Return the address of the element ``index`` of a region."""
-        at = 0
-        for number, size in zip(index, part.sizes):
-            at = at * size + number
-        return self._base + part.begin + at * math.prod(part.sizes[len(index) :]) * part.dtype.itemsize
-
-    @property
-    def _item(self) -> int:
-        return getattr(torch, self.shape.dtype).itemsize
+    def _address(self, part: BufferRegion) -> int:
+        """Return the address of a region."""
+        return self._base + part.begin
 
     def read_words(self) -> Words:
         """Return the written word, and the words of each lane. Waits for the device."""
@@ -111,12 +107,11 @@ class MappedExchangeBuffer:
 
         return words
 
-    def pull_queries(self, asked: torch.Tensor, count: int, layers: int | None = None) -> torch.Tensor:
-        """Copy the queries of selection requests with ``count`` queries each: [requests, pack layers, count, query_heads, dim]. ``layers``:
-        layers of their packs on a CPU; None for all layers."""
+    def pull_queries(self, asked: torch.Tensor, count: int, layers: int) -> torch.Tensor:
+        """Copy the queries of selection requests with ``count`` queries each: [requests, layers, count, query_heads, dim]. ``layers``: layers
+        of their packs; all layers on a GPU."""
         shape = self.shape
         if self._base is None:
-            layers = layers or shape.layers
             parts = [(PackRegion.from_entry(shape, entry), word) for entry, word, _ in asked.tolist()]
             return torch.stack([self._queries[at.lane, word % 2, at.first : at.first + layers, :count] for at, word in parts])
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
@@ -220,30 +215,24 @@ class MappedExchangeBuffer:
             held: K and V at the rank.
         """
         for i, (entry, _, keep) in _published(asked, there):
-            at = PackRegion.from_entry(self.shape, entry)
-            self._push_rows_of_request(at, chosen[:, i, :, :keep], bits[:, i, :, :keep], table[i].long(), held)
-
-    def _push_rows_of_request(
-        self, at: PackRegion, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
-    ) -> None:
-        """Like :meth:`push_rows_on_cpu`, for one request: int32 [pack layers, kv_heads, keep] each."""
-        pairs = slice(at.pairs, at.pairs + len(chosen) * self.shape.kv_heads)
-        record = self._records[at.lane, at.numbers : at.numbers + chosen.numel()].view(chosen.shape).long()
-        chosen = chosen.long()
-        # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
-        going = missing_mask(record, chosen).sum(-1, keepdim=True)
-        coming = top_mask(missing_mask(chosen, record), bits, going.clamp(max=self.shape.fresh))
-        found = plan_exchange(record, chosen, coming)
-        counts, moves, *rows = (part[at.lane, pairs] for part in self._row_regions)
-        counts.copy_(coming.sum(-1).flatten())
-        pair = found.layers * self.shape.kv_heads + found.heads
-        index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
-        moves[pair, index] = torch.stack([found.places, found.positions], -1).int()
-        for layer in range(len(chosen)):
-            these = found.of_layer(layer)
-            slots, heads = places[found.positions[these]], found.heads[these]
-            for into, part in zip(rows, (held.keys[at.first + layer], held.values[at.first + layer])):
-                into[pair[these], index[these]] = part[slots, heads]
+            at, wanted, heads = PackRegion.from_entry(self.shape, entry), chosen[:, i, :, :keep].long(), self.shape.kv_heads
+            places = table[i].long()
+            record = self._records[at.lane, at.numbers : at.numbers + wanted.numel()].view(wanted.shape).long()
+            # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
+            going = missing_mask(record, wanted).sum(-1, keepdim=True)
+            coming = top_mask(missing_mask(wanted, record), bits[:, i, :, :keep], going.clamp(max=self.shape.fresh))
+            found = plan_exchange(record, wanted, coming)
+            pairs = slice(at.pairs, at.pairs + len(wanted) * heads)
+            counts, moves, *rows = (part[at.lane, pairs] for part in self._row_regions)
+            counts.copy_(coming.sum(-1).flatten())
+            pair = found.layers * heads + found.heads
+            index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
+            moves[pair, index] = torch.stack([found.places, found.positions], -1).int()
+            for layer in range(len(wanted)):
+                these = found.layers == layer
+                slots = places[found.positions[these]]
+                for into, part in zip(rows, (held.keys[at.first + layer], held.values[at.first + layer])):
+                    into[pair[these], index[these]] = part[slots, found.heads[these]]
 
     def answer(self, asked: torch.Tensor, there: torch.Tensor) -> None:
         """Mark published selection requests as done, and as answered if they keep tokens. All earlier pushes are visible first."""

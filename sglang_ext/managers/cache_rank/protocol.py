@@ -1,13 +1,15 @@
 """Messages between an inference rank and a cache rank: tagged msgspec structs in MessagePack, with bounds on each field.
 
-A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in the exchange buffer (exchange_buffer.py), whose words
-say what is written. Each message of a cache rank names its epoch. The epoch numbers the processes that one inference rank starts for a
+A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in the exchange buffer (:class:`ExchangeLayout`), whose
+words say what is written. Each message of a cache rank names its epoch. The epoch numbers the processes that one inference rank starts for a
 cache rank.
 """
 
+import math
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
 
 VERSION = 9
@@ -24,6 +26,10 @@ MAX_REASON_CHARS = 2048
 
 # Bits of the number in a 64-bit word of the exchange buffer; enough for a server that runs for years. The other bits hold the epoch.
 NUMBER_BITS = 40
+# Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
+LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
+# Granularity of CUDA allocations, so that the IPC handle covers no other allocation.
+GRAIN = 2 << 20
 
 Epoch = Annotated[int, Meta(ge=1, lt=1 << (63 - NUMBER_BITS))]
 Lane = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
@@ -34,6 +40,11 @@ Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 Written = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
+
+
+def epoch_word(epoch: int, number: int) -> int:
+    """Return the word of a number in a process's epoch."""
+    return (epoch << NUMBER_BITS) + number
 
 
 class ProtocolError(ValueError):
@@ -77,6 +88,99 @@ class BufferShape(RankMessage):
         return lane * self.packs + first
 
 
+class PackRegion(NamedTuple):
+    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
+
+    Attributes:
+        lane: Lane of the request.
+        first: First layer.
+        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
+        pairs: Index of the pack's first pair of layer and KV head.
+    """
+
+    lane: int
+    first: int
+    numbers: int
+    pairs: int
+
+    @classmethod
+    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
+        """Return the region of the pack whose words have this index."""
+        lane, first = divmod(entry, shape.packs)
+        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
+
+
+class BufferRegion(NamedTuple):
+    """A region of the exchange buffer: its first byte, sizes and dtype."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ExchangeLayout(NamedTuple):
+    """Regions of the exchange buffer, which both sides compute from the shape.
+
+    Attributes:
+        heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
+        written: int64 [8]; the first counts the writes of the inference rank.
+        queries: [lanes, 2, layers, window, query_heads, dim].
+        keys: [places, layers, block, kv_heads, dim], staging slots.
+        chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
+        values: Like ``keys``. This and the following are empty if no values are sent.
+        records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
+        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
+        moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
+        row_keys, row_values: [lanes, pairs, fresh, dim].
+        size: Total bytes.
+    """
+
+    heads: BufferRegion
+    written: BufferRegion
+    queries: BufferRegion
+    keys: BufferRegion
+    chosen: BufferRegion
+    values: BufferRegion
+    records: BufferRegion
+    counts: BufferRegion
+    moves: BufferRegion
+    row_keys: BufferRegion
+    row_values: BufferRegion
+    size: int
+
+    @classmethod
+    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
+        """Compute the layout for ranks of this shape."""
+        dtype, by_lane, begin, regions = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
+        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
+        if not shape.rows:
+            chosen, places, lanes = pairs * shape.most, 0, 0
+        for sizes, kind in (
+            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
+            ((8,), torch.int64),
+            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
+            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((*by_lane, chosen), torch.int32),
+            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((lanes, pairs * shape.most), torch.int32),
+            ((lanes, pairs), torch.int32),
+            ((lanes, pairs, shape.fresh, 2), torch.int32),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+        ):
+            regions.append(BufferRegion(begin, sizes, kind))
+            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
+        return cls(*regions, -(-begin // GRAIN) * GRAIN)
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a view of each region, in order, of ``memory``, uint8 [size]."""
+        found = []
+        for begin, sizes, dtype in self[:-1]:
+            size = math.prod(sizes) * dtype.itemsize
+            found.append(memory[begin : begin + size].view(dtype).view(sizes))
+        return tuple(found)
+
+
 class RotaryParameters(RankMessage):
     """The model's rotary embedding: frequency of each pair in radians per token, and whether the entries of a pair are adjacent."""
 
@@ -113,10 +217,6 @@ class Attach(RankMessage, tag="attach"):
     bits: Literal[16, 8, 4] = 16
     arena: Annotated[bytes, Meta(max_length=64)] = b""
     apart: bool = False
-
-    def with_epoch(self, epoch: int) -> "Attach":
-        """Return a copy with another process's epoch."""
-        return msgspec.structs.replace(self, epoch=epoch)
 
 
 class Lease(RankMessage, tag="lease"):

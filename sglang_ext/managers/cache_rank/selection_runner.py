@@ -19,16 +19,16 @@ import torch
 
 from sglang_ext.device import SideStream, current_event, sent
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.exchange_buffer import QUESTION_NUMBERS
 from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import QUESTION_NUMBERS
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
-from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
+from sglang_ext.mem_cache.selection.scoring import mark_always, top_tokens
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+    from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
 logger = logging.getLogger(__name__)
 
@@ -84,40 +84,32 @@ class BatchInputs:
     """Inputs of a batch, on the device.
 
     Attributes:
-        numbers: int64, one contiguous piece: :attr:`contexts`, :attr:`asked` and :attr:`positions`. The first two begin at multiples of
-            16 bytes, whatever the batch size, for the kernels that read them.
+        form: Shape of the batch.
+        numbers: int64, one contiguous piece: the next three. The first two begin at multiples of 16 bytes, whatever the batch size, for the
+            kernels that read them.
+        contexts: int64 [requests, 4], input of the selection kernels (select_tokens.py).
+        asked: int64 [requests, 3]: index of the words, word, and tokens that each head keeps.
+        positions: int64 [requests, queries].
         there: int32 [requests], 1 for each published selection request.
         table: int32 [requests, longest], slots of their tokens.
-        form: Shape of the batch.
     """
 
+    form: BatchShape
     numbers: torch.Tensor
+    contexts: torch.Tensor
+    asked: torch.Tensor
+    positions: torch.Tensor
     there: torch.Tensor
     table: torch.Tensor
-    form: BatchShape
 
     @classmethod
     def build(cls, form: BatchShape, device: torch.device) -> "BatchInputs":
         """Allocate inputs for a batch shape, none of them published."""
-        numbers = torch.zeros(form.count * (CONTEXT_NUMBERS + QUESTION_NUMBERS + form.queries), dtype=torch.int64, device=device)
+        widths = CONTEXT_NUMBERS, QUESTION_NUMBERS, form.queries
+        numbers = torch.zeros(form.count * sum(widths), dtype=torch.int64, device=device)
+        parts = (part.view(form.count, -1) for part in numbers.split([form.count * width for width in widths]))
         there = torch.zeros(form.count, dtype=torch.int32, device=device)
-        return cls(numbers, there, torch.zeros(form.count, form.longest, dtype=torch.int32, device=device), form)
-
-    @property
-    def contexts(self) -> torch.Tensor:
-        """int64 [requests, 4], input of the selection kernels (select_tokens.py)."""
-        return self.numbers[: CONTEXT_NUMBERS * self.form.count].view(-1, CONTEXT_NUMBERS)
-
-    @property
-    def asked(self) -> torch.Tensor:
-        """int64 [requests, 3]: index of the words, word, and tokens that each head keeps."""
-        end = (CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count
-        return self.numbers[CONTEXT_NUMBERS * self.form.count : end].view(-1, QUESTION_NUMBERS)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 [requests, queries]."""
-        return self.numbers[(CONTEXT_NUMBERS + QUESTION_NUMBERS) * self.form.count :].view(-1, self.form.queries)
+        return cls(form, numbers, *parts, there, torch.zeros(form.count, form.longest, dtype=torch.int32, device=device))
 
     def fill(self, asks: Sequence[protocol.SelectionRequest], entries: Sequence[int], words: Sequence[int]) -> None:
         """Write the numbers of selection requests of this shape, the indices of their words, and the words. The table is written
@@ -132,11 +124,7 @@ class SelectionRunner:
     """Runs selections.
 
     Args:
-        memory: The mapped exchange buffer.
-        store: Keys at the rank.
-        method: Selection method.
         rotary: Rotary embedding of keys and queries.
-        device: Device that runs the selection.
         by_kernels: Whether kernels select; otherwise PyTorch does.
     """
 
@@ -248,12 +236,10 @@ class SelectionRunner:
         return graph.replay
 
     def _disable_graphs(self, stream: torch.cuda.Stream) -> None:
-        """Record no more graphs.
-
-        If a recording cannot be ended, PyTorch leaves its stream as the current one. Its allocator (2.11) still assumes a recording, and
-        frees no cached memory, even for another allocation. The private calls below end that state.
-        """
+        """Record no more graphs."""
         self._records = False
+        # If a recording cannot be ended, PyTorch leaves its stream as the current one. Its allocator (2.11) still assumes a recording, and
+        # frees no cached memory, even for another allocation. The private calls end that state.
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
@@ -280,7 +266,7 @@ class SelectionRunner:
     def _answer(self, inputs: BatchInputs, beside: bool = False) -> None:
         """Run a batch. ``beside``: with rows, send those of some layers while tokens of the next layers are selected."""
         memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
-        if self._store.rows is None:
+        if self._store.sent is None:
             memory.push_chosen(asked, there, self._select_positions(inputs))
         elif self._by_kernels:
             streams, begun = (self._row_streams, current_event(self._device)) if beside else ((INLINE, INLINE), None)
@@ -302,7 +288,7 @@ class SelectionRunner:
 
     def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
         """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
-        from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+        from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
         form, queries = inputs.form, self._queries(inputs)
         # Upper bounds; the exact lengths are on the device.
@@ -346,8 +332,7 @@ class PreparedBatch(NamedTuple):
 
 @dataclass
 class _ShapeState:
-    """A batch shape: its inputs, the lanes and lengths in its table, its last batch number, its replay, and tensors that the replay
-    reads."""
+    """A batch shape: inputs, lanes and lengths in its table, its last batch number, its replay, and tensors that the replay reads."""
 
     inputs: BatchInputs
     table: list[tuple[int, int]] | None = None

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import NoReturn
 
@@ -30,13 +29,13 @@ import zmq
 from sglang_ext.core import OptionError, run_periodically
 from sglang_ext.device import Mark
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError, epoch_word
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
 from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError, StagedTokens
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError, StagedTokens, epoch_word
 from sglang_ext.managers.cache_rank.selection_runner import SelectionRunner
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 BEAT_SECONDS = 0.2
@@ -44,33 +43,6 @@ BEAT_SECONDS = 0.2
 AHEAD_SECONDS = BEAT_SECONDS / 2
 # Tokens of the selection at start that measures its duration.
 PROBE_TOKENS = 1024
-
-
-@dataclass
-class SelectionQueue:
-    """Waiting selection requests, oldest first; only the newest for each request and pack."""
-
-    waiting: dict[tuple[int, int], protocol.SelectionRequest] = field(default_factory=dict)
-
-    def add(self, selection_request: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
-        """Add a selection request. Return the one that it replaces, or None."""
-        # Append at the end: the oldest selection request is served first.
-        older = self.waiting.pop((selection_request.lane, selection_request.first), None)
-        self.waiting[selection_request.lane, selection_request.first] = selection_request
-        return older
-
-    def drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        """Remove and return the selection requests of a lane."""
-        return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
-
-    def all(self) -> list[protocol.SelectionRequest]:
-        """Remove and return all waiting selection requests, oldest first."""
-        taken, self.waiting = [*self.waiting.values()], {}
-        return taken
-
-    def next(self) -> list[protocol.SelectionRequest]:
-        """Remove and return the oldest selection request; empty if there is none."""
-        return [self.waiting.pop(next(iter(self.waiting)))] if self.waiting else []
 
 
 class SelectionServer:
@@ -85,7 +57,8 @@ class SelectionServer:
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         self._socket, self._descriptor, self._epoch, self._device = socket, descriptor, epoch, device
-        self._queue = SelectionQueue()
+        # Selection requests that were published, by lane and first layer, oldest first.
+        self._waiting: dict[tuple[int, int], protocol.SelectionRequest] = {}
         self._memory: MappedExchangeBuffer | None = None
         # Guards the socket, because another thread may send heartbeats.
         self._sending, self._last_heartbeat = threading.Lock(), 0.0
@@ -102,15 +75,11 @@ class SelectionServer:
         """
         self._send(protocol.Heartbeat(self._epoch))
         while is_running():
-            self._receive(0 if self._busy else int(BEAT_SECONDS * 1000))
+            # Waiting work must not wait for the next message.
+            self._receive(0 if self._announced or self._waiting else int(BEAT_SECONDS * 1000))
             self._answer_next()
             if time.monotonic() - self._last_heartbeat > BEAT_SECONDS:
                 self._beat()
-
-    @property
-    def _busy(self) -> bool:
-        """Whether work waits, so that the loop must not block for the next message."""
-        return bool(self._announced or self._queue.waiting)
 
     def _beat(self) -> None:
         """Send a heartbeat. Skip it if the queue is full because an idle inference rank does not read."""
@@ -147,19 +116,20 @@ class SelectionServer:
             case protocol.Append():
                 self._append(message)
             case protocol.Lease():
-                self._lease(message)
+                self._store.lease(message)
+                self._answering.forget(message.lane)
             case protocol.Free():
-                for selection_request in self._drop(message.lane):
-                    self._skip(selection_request)
+                for request in self._drop(message.lane):
+                    self._skip(request)
                 self._store.free(message.lane)
 
-    def _on_selection_request(self, selection_request: protocol.SelectionRequest) -> None:
+    def _on_selection_request(self, request: protocol.SelectionRequest) -> None:
         shape = self._memory.shape
-        last = selection_request.first + selection_request.count
-        is_valid = last <= shape.layers and (shape.packs > 1 or selection_request.count == shape.layers) and selection_request.lane < shape.lanes
-        if not is_valid or selection_request.keep > min(selection_request.covered, shape.most):
-            raise ProtocolError(f"{selection_request} goes beyond {shape}")
-        self._announced.append(selection_request)
+        last = request.first + request.count
+        is_valid = last <= shape.layers and (shape.packs > 1 or request.count == shape.layers) and request.lane < shape.lanes
+        if not is_valid or request.keep > min(request.covered, shape.most):
+            raise ProtocolError(f"{request} goes beyond {shape}")
+        self._announced.append(request)
 
     def _append(self, told: protocol.Append) -> None:
         last = max(piece.place for piece in told.pieces)
@@ -167,16 +137,12 @@ class SelectionServer:
             raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
         self._announced.append(told)
 
-    def _lease(self, told: protocol.Lease) -> None:
-        self._store.lease(told)
-        self._answering.forget(told.lane)
-
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
         """Remove and return the selection requests of a lane."""
-        selection_requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
-        self._announced = deque(each for each in self._announced if each not in selection_requests)
+        requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in requests)
         self._answering.forget(lane)
-        return self._queue.drop(lane) + selection_requests
+        return [self._waiting.pop(key) for key in [*self._waiting] if key[0] == lane] + requests
 
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
@@ -199,7 +165,7 @@ class SelectionServer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
-            self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits, self._device)
+            self._store = KeyStore(told, self._device)
             self._memory = MappedExchangeBuffer(told.shape, self._device, told.arena, self._descriptor)
         except ExchangeBufferError as error:
             self._refuse(str(error))
@@ -234,23 +200,19 @@ class SelectionServer:
         )
 
     def _run_dummy_batch(self, tokens: int, cleared: int) -> None:
-        """Run a whole batch for one dummy selection request among ``tokens`` tokens, using the first ``cleared`` slots repeatedly. Its
-        word is the initial word of lanes."""
+        """Run a batch of one dummy request among ``tokens`` tokens, in the first ``cleared`` slots, with the initial word of lanes."""
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
-        selection_request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
+        request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
         self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
-        prepared = self._answering.prepare([selection_request], [self._word(selection_request)], again=True)
+        prepared = self._answering.prepare([request], [self._word(request)], again=True)
         self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
         prepared.launch()
         self._answering.forget(0)
 
     def _warm_up_lengths(self, cleared: int) -> None:
-        """Run one selection for each context length that uses a different kernel, up to the capacity, with the cleared keys.
-
-        So no request waits for a compiler, or for a kernel to load.
-        """
-        from sglang_ext.layers.kernels.selection.select_tokens import compile_ahead, kernel_lengths
+        """Run one selection for each context length with another kernel, so that no request waits for a compiler or for loading."""
+        from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
 
         longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
         compile_ahead(self._store.buffers.keys[0], self._memory.shape.query_heads, always, longest)
@@ -264,16 +226,16 @@ class SelectionServer:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _entry(self, selection_request: protocol.SelectionRequest) -> int:
-        return self._memory.shape.entry(selection_request.lane, selection_request.first)
+    def _entry(self, request: protocol.SelectionRequest) -> int:
+        return self._memory.shape.entry(request.lane, request.first)
 
-    def _word(self, selection_request: protocol.SelectionRequest) -> int:
-        return epoch_word(self._epoch, selection_request.sequence)
+    def _word(self, request: protocol.SelectionRequest) -> int:
+        return epoch_word(self._epoch, request.sequence)
 
-    def _skip(self, selection_request: protocol.SelectionRequest | None) -> None:
-        if selection_request is not None:
-            self._memory.skip_requests([(self._entry(selection_request), self._word(selection_request))])
-            self._send(self._build_reply(selection_request, False, 0.0))
+    def _skip(self, request: protocol.SelectionRequest | None) -> None:
+        if request is not None:
+            self._memory.skip_requests([(self._entry(request), self._word(request))])
+            self._send(self._build_reply(request, False, 0.0))
 
     def _answer_next(self) -> None:
         # Keys that arrived with selection requests count in their duration.
@@ -283,11 +245,12 @@ class SelectionServer:
         if coming := self._next_batch():
             answered += self._answer_ahead(coming)
             begun = Mark.now(self._device)
-        waiting = self._queue.next() if self._memory.shape.packs > 1 else sorted(self._queue.all(), key=_batch_key)
-        for _, group in groupby(waiting, key=_batch_key):
+        # Packs are answered one after another, whole steps together.
+        taken = [*self._waiting][: 1 if self._memory.shape.packs > 1 else None]
+        for _, group in groupby(sorted(map(self._waiting.pop, taken), key=_batch_key), key=_batch_key):
             answered += self._answer(list(group), begun)
             begun = Mark.now(self._device)
-        newest = {self._entry(selection_request): self._word(selection_request) for selection_request in answered}
+        newest = {self._entry(request): self._word(request) for request in answered}
         passed = [(entry, word) for entry, word in self._unwritten.items() if word > newest.get(entry, 0)]
         if passed:
             # Mark their predecessors as done, so that slots are free again.
@@ -296,37 +259,33 @@ class SelectionServer:
 
     def _next_batch(self) -> list[protocol.SelectionRequest]:
         """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
-        if (
-            not self._on_other_gpu or self._queue.waiting or not self._announced
-            or not isinstance(self._announced[0], protocol.SelectionRequest)
-        ):  # fmt: skip
+        first = self._announced[0] if self._announced else None
+        if not self._on_other_gpu or self._waiting or not isinstance(first, protocol.SelectionRequest):
             return []
-        first = self._announced[0]
-        selection_requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
-        whole = len(selection_requests) == first.together == len({selection_request.lane for selection_request in selection_requests})
-        return selection_requests if whole and len({_batch_key(selection_request) for selection_request in selection_requests}) == 1 else []
+        requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
+        whole = len(requests) == first.together == len({request.lane for request in requests})
+        return requests if whole and len({_batch_key(request) for request in requests}) == 1 else []
 
-    def _answer_ahead(self, selection_requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
-        """Launch the batch that is published next, ahead of its publication. Return the selection requests that were published in time,
-        and take other data that has arrived."""
-        words = [self._word(selection_request) for selection_request in selection_requests]
+    def _answer_ahead(self, requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
+        """Launch a batch ahead of its publication, and take other data that has arrived. Return what was published in time."""
+        words = [self._word(request) for request in requests]
         # Prepare before the device waits: copies from the host would wait for it.
-        inputs, launch = self._answering.prepare(selection_requests, words, again=True)
-        number = epoch_word(self._epoch, selection_requests[0].number)
+        inputs, launch = self._answering.prepare(requests, words, again=True)
+        number = epoch_word(self._epoch, requests[0].number)
         seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
         begun = Mark.now(self._device)
         launch()
         done = Mark.now(self._device)
         written, heads = seen()
         # Use the same words as the device.
-        there = [selection_request for selection_request in selection_requests if written >= number and self._is_published(selection_request, heads)]
+        there = [request for request in requests if written >= number and self._is_published(request, heads)]
         self._announced = deque(each for each in self._announced if each not in there)
         self._pull(written, heads)
         self._send_replies(there, begun, done)
         return there
 
-    def _is_published(self, selection_request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
-        return heads[self._entry(selection_request)][self._word(selection_request) % 2] == self._word(selection_request)
+    def _is_published(self, request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+        return heads[self._entry(request)][self._word(request) % 2] == self._word(request)
 
     def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
         """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
@@ -334,11 +293,13 @@ class SelectionServer:
         while self._announced and epoch_word(self._epoch, self._announced[0].number) <= written:
             message = self._announced[0]
             if isinstance(message, protocol.Append):
-                if self._queue.waiting:
+                if self._waiting:
                     break
                 taken += (StagedTokens(piece.place, piece.tokens, self._store.first_slot(piece)) for piece in message.pieces)
             elif self._is_published(message, heads):
-                self._skip(self._queue.add(message))
+                # Append the newer one at the end: the oldest is answered first.
+                self._skip(self._waiting.pop((message.lane, message.first), None))
+                self._waiting[message.lane, message.first] = message
             else:
                 self._unwritten[self._entry(message)] = self._word(message)
                 self._send(self._build_reply(message, False, 0.0))
@@ -348,26 +309,23 @@ class SelectionServer:
             self._wait()
             self._send(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
 
-    def _answer(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
-        """Answer and return published selection requests with equal numbers of queries and equal ``ahead``. ``begun``: start of their
-        work."""
-        self._answering.prepare(selection_requests, [self._word(selection_request) for selection_request in selection_requests]).launch()
-        self._send_replies(selection_requests, begun, Mark.now(self._device))
-        return selection_requests
+    def _answer(self, requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
+        """Answer and return published selection requests of one :func:`_batch_key`. ``begun``: start of their work."""
+        self._answering.prepare(requests, [self._word(request) for request in requests]).launch()
+        self._send_replies(requests, begun, Mark.now(self._device))
+        return requests
 
-    def _send_replies(self, selection_requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+    def _send_replies(self, requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
         """Wait until selection requests are answered, and send the replies."""
         self._wait()
-        for selection_request in selection_requests:
-            self._send(self._build_reply(selection_request, True, begun.until(done), len(selection_requests)))
+        for request in requests:
+            self._send(self._build_reply(request, True, begun.until(done), len(requests)))
 
-    def _build_reply(
-        self, selection_request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1
-    ) -> protocol.SelectionReply:
-        numbers = selection_request.lane, selection_request.first, selection_request.count, selection_request.sequence
+    def _build_reply(self, request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+        numbers = request.lane, request.first, request.count, request.sequence
         return protocol.SelectionReply(self._epoch, *numbers, chosen, seconds, time.monotonic(), together)
 
 
-def _batch_key(selection_request: protocol.SelectionRequest) -> tuple[int, int]:
+def _batch_key(request: protocol.SelectionRequest) -> tuple[int, int]:
     """Key of the selection requests that can be answered together."""
-    return len(selection_request.positions), selection_request.ahead
+    return len(request.positions), request.ahead

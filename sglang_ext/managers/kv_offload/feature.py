@@ -11,12 +11,11 @@ from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.mem_cache.compressors.lynx import Lynx
+from sglang_ext.mem_cache.compressors.level_quantizers import Lynx
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages, unsupported_reason
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
-from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
+from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 if TYPE_CHECKING:
@@ -55,12 +54,12 @@ class HostOffload(Feature):
     }
     _provider: OffloadedFullKV | None = None
 
-    def memory(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Staging buffers for full KV on its way to and from host memory."""
         page_size, slot_bytes = self.args.page_size, planner.model.slot_bytes
         return {"staging": 2 * staging_bytes((tokens + page_size) * slot_bytes, page_size * slot_bytes)}
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> OffloadedFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> OffloadedFullKV | None:
         """Attach the host tier to the prefix tree. Create the provider if full KV of running requests may leave the device.
 
         Raises:
@@ -75,16 +74,16 @@ class HostOffload(Feature):
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the host tier, of loads, and of reservations."""
         tree, provider = worker.compressed_kv.tree_cache, self._provider
-        host, reloads = tree.host, tree.reloads
+        host = tree.host
         yield "host_bytes", host.bytes
         yield "host_staging_bytes", host.tier.workspace_bytes
-        yield "host_load_bytes_per_second", reloads.link.bandwidth or 0.0
+        yield "host_load_bytes_per_second", host.link.bandwidth or 0.0
         yield "host_stored_bytes", host.stored_bytes
-        yield "host_loaded_bytes", reloads.loaded_bytes
-        yield "host_restored_bytes", reloads.restored_bytes
-        yield "host_loads", reloads.link.loads
-        yield "host_load_seconds", reloads.link.seconds
-        yield "host_failed_pages", reloads.failed_pages
+        yield "host_loaded_bytes", host.loaded_bytes
+        yield "host_restored_bytes", host.restored_bytes
+        yield "host_loads", host.link.loads
+        yield "host_load_seconds", host.link.seconds
+        yield "host_failed_pages", host.failed_pages
         if provider is None:
             return
         scheduler = provider.scheduler
@@ -115,12 +114,12 @@ def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
     if worker.key_derived_data is not None:
         # Writes the sidecar before rows may point to the slots. The next forward waits for it.
         told["on_load_done"] = worker.key_derived_data.write
-    tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
+    tree.use_host(HostTier(buffers, pool, residuals=residuals), ranks=worker.ranks, faults=faults, anchoring=anchoring, **told)
     if options.can_offload_full_kv(args):
         # Repeats the page that no request owns.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
         slots = torch.arange(args.page_size, device=worker.compressed_kv.token_table.device).repeat(count)
-        rate = tree.reloads.link.measure(tree.host.tier, slots, tree.host.arrivals)
+        rate = tree.host.link.measure(tree.host.tier, slots, tree.host.arrivals)
         logger.info("sglang-ext: full KV loads from host memory at %.1f GB/s", rate / 1e9)
 
 
@@ -138,23 +137,13 @@ def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int) -> Anch
         logger.info("sglang-ext: full KV is stored in host memory whole, not as a residual of its anchor: %s", why)
         return None
     logger.info("sglang-ext: full KV of packed tokens is stored in host memory as the residual of its anchor")
-    return Anchoring(method.name, page_size, packing.block_tokens, packing.block_slots, packing.sinks)
+    return Anchoring(method.name, page_size, packing)
 
 
 def create_offloaded_full_kv(worker: Worker, tree: "TieredRadixCache") -> OffloadedFullKV:
     """Create the full-KV provider for servers where full KV of running requests in ``tree`` leaves the device."""
     args, compressed_kv = worker.server_args, worker.compressed_kv
-    policy = _policy(worker)
-    first = policy.initial_decision
-    residency = Residency(tree, compressed_kv.token_table, args.kv_full_tier == "host", max_offloaded=first.requests)
-    # The initial value does not matter: it is measured from the first round on.
-    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.load_capacity)
-    return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts, policy)
-
-
-def _policy(worker: Worker) -> OffloadPolicy:
-    args, compressed_kv = worker.server_args, worker.compressed_kv
-    return OffloadPolicy(
+    policy = OffloadPolicy(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
         bytes_per_token=compressed_kv.buffers.bytes_per_slot,
         memory=compressed_kv.allocator.size,
@@ -163,3 +152,8 @@ def _policy(worker: Worker) -> OffloadPolicy:
         requests=worker.max_requests,
         tier=args.kv_full_tier,
     )
+    first = policy.initial_decision
+    residency = Residency(tree.host, compressed_kv, args.kv_full_tier == "host", max_offloaded=first.requests)
+    # The initial value does not matter: it is measured from the first round on.
+    admission = VerificationScheduler(iteration_seconds=1.0, memory=residency.load_capacity)
+    return OffloadedFullKV(admission, residency, compressed_kv.buffers.bytes_per_slot, first.drafts, policy)

@@ -28,25 +28,14 @@ LEAST_SHARE = 1e-3
 
 
 class DraftTiming(NamedTuple):
-    """Time of a draft step.
-
-    Attributes:
-        requests: Requests in the step.
-        seconds: Duration.
-    """
+    """Number of requests in a draft step, and its duration in seconds."""
 
     requests: int
     seconds: float
 
 
 class VerifyTiming(NamedTuple):
-    """Time of a round without its drafts.
-
-    Attributes:
-        requests: Requests that verified.
-        tokens: Tokens that were verified.
-        seconds: Duration.
-    """
+    """Number of requests and of tokens that a round verified, and its duration without drafts in seconds."""
 
     requests: int
     tokens: int
@@ -115,13 +104,7 @@ class OffloadDecision(NamedTuple):
 
 
 class ObservedRound(NamedTuple):
-    """A measured round.
-
-    Attributes:
-        draft: Time of a draft step.
-        rest: Time of the rest of the round.
-        context: Mean context length of its requests, tokens.
-    """
+    """A measured round: a draft step, the rest of the round, and the mean context length of its requests in tokens."""
 
     draft: DraftTiming
     rest: VerifyTiming
@@ -206,7 +189,7 @@ class OffloadPolicy:
         return OffloadDecision(self.initial_decision.requests, host.drafts_offloaded or self.longest)
 
     def _usable_rounds(self) -> list[ObservedRound]:
-        """Rounds with as many requests as the last one, if there are enough. Otherwise all rounds."""
+        """Return the rounds with as many requests as the last one, if there are enough. Otherwise return all rounds."""
         rounds = list(self._rounds)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds

@@ -23,10 +23,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sglang_ext.managers.spec_decode.draft_length import expected_tokens
+from sglang_ext.managers.spec_decode.cost_model import expected_tokens
 
+# Default of the maximum draft length before a verification, in tokens.
 MAX_DRAFTS = 256
-"""Default of the maximum draft length before a verification, in tokens."""
 
 
 class CostError(ValueError):
@@ -142,31 +142,6 @@ class OffloadPlan(NamedTuple):
     tokens_per_second: float
 
 
-def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
-    """Tokens per second in the steady state (11). 0 if memory does not suffice.
-
-    Args:
-        p: Probability that a draft is accepted if all previous ones were.
-        drafts_resident: Drafts until a verification (x_g). 0 for plain decoding, where nothing is offloaded.
-        drafts_offloaded: Drafts until a verification (x_c).
-
-    Raises:
-        CostError: Drafts are not a multiple of the drafts of a round.
-    """
-    if not offloaded and not drafts_resident:
-        return stock_throughput(costs, resident) if resident * costs.context <= costs.memory else 0.0
-    for requests, drafts in ((resident, drafts_resident), (offloaded, drafts_offloaded)):
-        if requests and (drafts < costs.drafts or drafts % costs.drafts):
-            raise CostError(f"{drafts} drafts of {requests} requests: pass a multiple of {costs.drafts}, those of a round")
-    rounds = (max(1, drafts // costs.drafts) for drafts in (drafts_resident, drafts_offloaded))
-    return float(_throughput(costs, p, resident, offloaded, *rounds))
-
-
-def stock_throughput(costs: Costs, requests: int) -> float:
-    """Tokens per second of plain decoding, with at most as many requests at once as fit."""
-    return plain_decoding_plan(costs, requests).tokens_per_second
-
-
 def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
     """Plan for plain decoding of up to ``requests`` requests, as many as fit."""
     running = _max_requests(costs, requests, costs.context)
@@ -213,7 +188,7 @@ def _search(costs: Costs, p: float, requests: int, ranges: list[tuple[int, int]]
         axes = [_points(*each) for each in around]
         pairs = np.array([pair for pair in product(*axes[:2]) if 0 < sum(pair) <= requests])
         offloaded, resident = pairs[:, 0, None, None], pairs[:, 1, None, None]
-        rates = _throughput(costs, p, resident, offloaded, axes[3][:, None], axes[2])
+        rates = throughput(costs, p, resident, offloaded, axes[3][:, None], axes[2])
         i, g, c = np.unravel_index(rates.argmax(), rates.shape)
         chosen = (int(pairs[i, 0]), int(pairs[i, 1]), int(axes[2][c]), int(axes[3][g]))
         if all(len(axis) == high - low + 1 for axis, (low, high) in zip(axes, around)):
@@ -231,7 +206,7 @@ def _points(low: int, high: int) -> np.ndarray:
     return np.unique(np.linspace(low, high, min(POINTS, high - low + 1)).round().astype(int))
 
 
-def _throughput(
+def throughput(
     costs: Costs,
     p: float,
     resident: np.ndarray | int,
@@ -239,7 +214,13 @@ def _throughput(
     rounds_resident: np.ndarray | int,
     rounds_offloaded: np.ndarray | int,
 ) -> np.ndarray:
-    """:func:`throughput` for arrays that broadcast, with the number of rounds between verifications."""
+    """Tokens per second in the steady state (11), for arrays that broadcast. 0 where memory does not suffice.
+
+    Args:
+        p: Probability that a draft is accepted if all previous ones were.
+        resident, offloaded: Requests with full KV on the device, and those that load it.
+        rounds_resident, rounds_offloaded: Rounds between two verifications of a request, at least 1 (x_g / y, x_c / y).
+    """
     due_g, due_c = resident / rounds_resident, offloaded / rounds_offloaded
     drafts_g, drafts_c = costs.drafts * np.asarray(rounds_resident), costs.drafts * np.asarray(rounds_offloaded)
     tokens = due_g * expected_tokens(p, drafts_g) + due_c * expected_tokens(p, drafts_c)

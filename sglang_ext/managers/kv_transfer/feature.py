@@ -2,16 +2,21 @@
 
 SGLang's side of the transfer, its queues and its sender and receiver classes, is hooked by hooks/transfer.py. The hooks ask the worker for
 this feature. In mode full there is no worker, and the backend transfers full KV alone.
+
+Early decoding: requests decode on anchors while their residuals are being transferred (Lynx, section 5). Such a request drafts on its own
+row, whose slots hold the values of the anchor. The residual is written into the same slots. Once all residuals are written, the drafts are
+verified, and the request is an ordinary one. Before that, drafts on an anchor are not output, and the KV is not inserted into a prefix tree.
 """
 
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, Worker
-from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
+from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.managers.spec_decode.request_states import fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -19,7 +24,63 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+
+class ArrivingFullKV(FullKVProvider):
+    """Full-KV provider for requests whose full KV may still arrive over a link. ``ranks`` must agree on which KV has arrived."""
+
+    def __init__(self, ranks: TPRanks = TPRanks()) -> None:
+        self._ranks = ranks
+        self._arrivals: dict[int, ProgressiveReceiver] = {}
+        self._here: set[int] = set()
+        self._lost: set[int] = set()
+        self.early = self
+
+    def expect(self, row: int, arrival: "ProgressiveReceiver") -> None:
+        """Register the request in a row, which decodes on its anchor. Called on all ranks between the same two rounds."""
+        self._arrivals[row] = arrival
+
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+        """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
+        waiting = sorted(self._arrivals.keys() - self._here - self._lost)
+        if not waiting:
+            return
+        seen = [(self._arrivals[row].complete, self._arrivals[row].failure is not None) for row in waiting]
+        for row, *ranks in zip(waiting, *self._ranks.gather(seen), strict=True):
+            if any(failed for _, failed in ranks):
+                self._lost.add(row)
+            elif all(complete for complete, _ in ranks):
+                self._here.add(row)
+
+    def is_early(self, row: int) -> bool:
+        """Return whether a request drafts on its anchor, or has pending drafts that were made on it."""
+        return row in self._arrivals
+
+    def has_arrived(self, row: int) -> bool:
+        """Return whether all KV of an early request has arrived."""
+        return row in self._here
+
+    def is_lost(self, row: int) -> bool:
+        """Return whether the rest of a request's KV will not arrive."""
+        return row in self._lost
+
+    def recompute_source(self, row: int) -> "ProgressiveReceiver | None":
+        """Return the receiver of an early request; None for other requests."""
+        return self._arrivals.get(row)
+
+    def end_early_decoding(self, row: int) -> None:
+        """Make an early request an ordinary one: all of its drafts are verified at the end of this round."""
+        self.forget(row)
+
+    def forget(self, row: int) -> None:
+        """Remove the request in ``row``, which ended or is an ordinary one. Its slots are no longer written to."""
+        arrival = self._arrivals.pop(row, None)
+        self._here.discard(row)
+        self._lost.discard(row)
+        if arrival is not None:
+            arrival.cancel()
 
 
 class KVTransfer(Feature):
@@ -44,7 +105,7 @@ class KVTransfer(Feature):
         """Whether prompts are transferred as quantized KV."""
         return bool(quantized_transfer_settings(self.args))
 
-    def full_kv(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
         """Create the provider of a server whose requests decode early. None if all KV must arrive first."""
         if options.has_early_decoding(self.args):
             self._arriving = ArrivingFullKV(worker.ranks)

@@ -3,10 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_FRAME_BYTES
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_FRAME_BYTES, LinkError
 
 MOST_WINDOW = 1 << 32
 
@@ -44,13 +43,8 @@ class LinkLimits:
     finished_rooms: int = 4096
 
     def with_part_bytes(self, size: int) -> "LinkLimits":
-        """Return a copy whose window holds four parts of ``size`` bytes, so that a part that waits to be written does not block the next
-        ones."""
+        """Return a copy whose window holds four parts of ``size`` bytes: a part that waits to be written does not block the next ones."""
         return replace(self, window_bytes=min(max(self.window_bytes, 4 * size), MOST_WINDOW))
-
-    def max_residual_bytes(self, rate: float) -> float:
-        """Return the bytes in flight from which no residual is sent to a receiver that takes ``rate`` bytes per second."""
-        return max(self.residual_bytes, rate * self.residual_seconds)
 
     def __post_init__(self) -> None:
         self._check("frame_bytes", 1 <= self.frame_bytes <= MAX_FRAME_BYTES, f"1 to {MAX_FRAME_BYTES}")
@@ -78,72 +72,36 @@ BURST_SECONDS = 0.05
 IDLE, PAUSE = 1e-3, 2e-3
 
 
-@dataclass
-class TokenBucket:
-    """Limits bytes per second, exactly over time, with bounded bursts. Times are seconds of one monotonic clock.
-
-    The bucket may be overdrawn by one message, so that messages larger than the burst can be sent. The next message then waits longer. In
-    any interval of t seconds at most burst + rate * t + one message are sent.
-
-    Attributes:
-        rate: Bytes per second; None for no limit.
-        burst: Bytes that may be sent at once after a pause.
-    """
-
-    rate: float | None
-    burst: float = 0.0
-    _tokens: float = field(default=0.0, init=False)
-    _last: float | None = field(default=None, init=False)
-
-    @classmethod
-    def from_gbps(cls, gbps: float | None) -> "TokenBucket":
-        """Create a bucket for a rate in Gbit/s (10^9 bits), as ``--kv-link-gbps`` allows it; None for no limit."""
-        return cls(None) if gbps is None else cls(gbps * 1e9 / 8, gbps * 1e9 / 8 * BURST_SECONDS)
-
-    def frame_bytes(self, most: int) -> int:
-        """Return the bytes of a frame that does not delay others for long, at most ``most``."""
-        return most if self.rate is None else min(most, max(LEAST_FRAME, int(self.rate * FRAME_SECONDS)))
-
-    def wait(self, now: float) -> float:
-        """Return the seconds until a message may be sent; 0 if one may be sent now."""
-        if self.rate is None:
-            return 0.0
-        self._fill(now)
-        # A debt below one byte is carried over, because its delay is shorter than clocks resolve.
-        return -self._tokens / self.rate if self._tokens <= -1 else 0.0
-
-    def take(self, size: int, now: float) -> None:
-        """Record that a message of ``size`` bytes is sent now."""
-        if self.rate is not None:
-            self._fill(now)
-            self._tokens -= size
-
-    def _fill(self, now: float) -> None:
-        if self._last is not None:
-            self._tokens = min(self.burst, self._tokens + (now - self._last) * self.rate)
-        self._last = now
-
-
 class NetworkInterface:
     """The rate limit and the priority of anchors over residuals that all links of one prefill rank share.
 
     While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals. Methods may be called
-    from any thread. The bucket may be overdrawn by one message per link.
+    from any thread.
+
+    The rate is a token bucket, exact over time, with bounded bursts. The bucket may be overdrawn by one message per link, so that messages
+    larger than the burst can be sent. The next message then waits longer. In any interval of t seconds at most burst + rate * t + one
+    message per link are sent. Times are seconds of one monotonic clock.
 
     Args:
-        gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most, 0.01 or more; None for no limit.
+        gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most (``--kv-link-gbps``), 0.01 or more; None for no limit.
         ranks: Prefill ranks of this host. They send equally much, so each has an equal part of the rate.
+
+    Attributes:
+        rate: Bytes per second of this rank; None for no limit.
+        burst: Bytes that may be sent at once after a pause.
     """
 
     def __init__(self, gbps: float | None = None, ranks: int = 1) -> None:
-        whole = TokenBucket.from_gbps(gbps)
-        self._bucket = whole if whole.rate is None else TokenBucket(whole.rate / ranks, whole.burst / ranks)
+        self.rate = None if gbps is None else gbps * 1e9 / 8 / ranks
+        self.burst = 0.0 if self.rate is None else self.rate * BURST_SECONDS
+        self._tokens = 0.0
+        self._last: float | None = None
         self._lock = threading.Lock()
         self._urgent: set[int] = set()
 
     def frame_bytes(self, most: int) -> int:
-        """Return the bytes of a frame that does not hold up others for long, at most ``most``."""
-        return self._bucket.frame_bytes(most)
+        """Return the bytes of a frame that does not delay others for long, at most ``most``."""
+        return most if self.rate is None else min(most, max(LEAST_FRAME, int(self.rate * FRAME_SECONDS)))
 
     def set_urgent(self, link: int, urgent: bool) -> None:
         """Set whether a link has an anchor or an auxiliary record that its receiver would take. ``link`` identifies it."""
@@ -157,22 +115,30 @@ class NetworkInterface:
 
     def wait(self, now: float) -> float:
         """Return the seconds until a message may be sent; 0 if one may be sent now."""
+        if self.rate is None:
+            return 0.0
         with self._lock:
-            return self._bucket.wait(now)
+            self._fill(now)
+            # A debt below one byte is carried over, because its delay is shorter than clocks resolve.
+            return -self._tokens / self.rate if self._tokens <= -1 else 0.0
 
     def take(self, size: int, now: float) -> None:
         """Record that a message of ``size`` bytes is sent now."""
-        with self._lock:
-            self._bucket.take(size, now)
+        if self.rate is not None:
+            with self._lock:
+                self._fill(now)
+                self._tokens -= size
+
+    def _fill(self, now: float) -> None:
+        if self._last is not None:
+            self._tokens = min(self.burst, self._tokens + (now - self._last) * self.rate)
+        self._last = now
 
 
 class PollThrottle:
     """Slows down a scheduler that only polls rooms. Otherwise it would hold the GIL that the threads of links need.
 
     A loop polls all its rooms; it pauses at one of them.
-
-    Args:
-        now, pause: Clock in seconds, and a function that sleeps for seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:

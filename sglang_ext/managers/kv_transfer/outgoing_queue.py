@@ -9,7 +9,6 @@ next.
 A part of a higher stream interrupts a lower one, which continues afterwards. At most one part of each stream is partially sent.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,13 +17,8 @@ from typing import Protocol
 
 import zmq
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, LinkError, PageHeader, RoomShape, Stream
 
-logger = logging.getLogger(__name__)
-
-# Seconds between checks whether libzmq still reads the bytes of a room that ended.
-POLL_SECONDS = 0.002
 # Streams by descending priority.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
@@ -34,7 +28,6 @@ class OutgoingPart:
     """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
 
     Attributes:
-        stream: Anchor, aux or residual.
         payload: Contiguous bytes; they are not copied.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; any value for aux.
@@ -55,14 +48,7 @@ class OutgoingPart:
 
 @dataclass(eq=False)
 class QueuedPart:
-    """A part that is queued or being sent.
-
-    Attributes:
-        room, number: The room, and the part's number in its stream.
-        header: Header with checksum.
-        offset: Offset in bytes of the next frame.
-        repeats: Number of wrong checksums so far.
-    """
+    """A part that is queued or being sent. ``number`` is its number in its stream, ``offset`` that of its next frame in bytes."""
 
     room: int
     number: int
@@ -76,8 +62,7 @@ class SendListener(Protocol):
     """Callback for an outgoing room. The link's thread calls it, so it must be quick. It may call methods for other rooms."""
 
     def ended(self, room: int, reason: str | None) -> None:
-        """The room is complete (None), or failed for this reason. The last call, made once the link reads none of the room's bytes any
-        more."""
+        """The room is complete (None), or failed for this reason. The last call, once the link reads none of the room's bytes."""
 
 
 @dataclass(eq=False)
@@ -85,7 +70,6 @@ class OutgoingRoom:
     """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        listener: Listener of the room.
         opened: Time of opening, in seconds of ``time.monotonic``.
         reading: Trackers of frames that libzmq may still read.
         confirmed: Whether the receiver has answered on this connection which parts it has.
@@ -123,48 +107,8 @@ class OutgoingRoom:
         return self.confirmed and all(len(self.sent_parts[earlier]) == self.shape.parts(earlier) for earlier in before)
 
 
-class ListenerNotifier:
-    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`.
-
-    Args:
-        endpoint: The receiver's endpoint, for the log.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a room has ended whose listener was not notified."""
-        return bool(self._ended)
-
-    def end(self, room: OutgoingRoom, reason: str | None) -> None:
-        """Record that a room has ended. The link's thread notifies its listener later. Called from any thread."""
-        self._ended.append((room, reason))
-
-    def notify_ended(self, seconds: float = 0.0) -> None:
-        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait at most that long, then notify
-        all."""
-        until = time.monotonic() + seconds
-        for _ in range(len(self._ended)):
-            room, reason = self._ended.popleft()
-            while not room.is_idle() and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
-            if room.is_idle() or seconds:
-                self._call(room, reason)
-            else:
-                self._ended.append((room, reason))
-
-    def _call(self, room: OutgoingRoom, reason: str | None) -> None:
-        try:
-            room.listener.ended(room.number, reason)
-        except Exception:  # An error of a listener must not end the other rooms.
-            logger.exception("a listener of the link to %s raised", self._endpoint)
-
-
 class OutgoingQueue:
-    """All rooms of one link. Callers hold a lock.
+    """All rooms of one link. Callers hold a lock. Methods raise ``LinkError`` for parts and rooms that the state does not allow.
 
     Attributes:
         rooms: Rooms that have not ended.
@@ -178,11 +122,7 @@ class OutgoingQueue:
         self._queues: dict[Stream, deque[QueuedPart]] = {stream: deque() for stream in _ORDER}
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """Open a room whose parts will be offered.
-
-        Raises:
-            LinkError: The room is open.
-        """
+        """Open a room whose parts will be offered."""
         if room in self.rooms:
             raise LinkError(f"room {room} is open on this link; cancel the room before it is sent again")
         self.rooms[room] = OutgoingRoom(room, shape, listener)
@@ -193,11 +133,7 @@ class OutgoingQueue:
         return PageHeader(room, *stated).sealed(part.payload)
 
     def offer(self, part: OutgoingPart, header: PageHeader) -> bool:
-        """Queue a part with its :meth:`header`. Return False if the room has ended.
-
-        Raises:
-            LinkError: The room has no such part, or the part was offered before.
-        """
+        """Queue a part with its :meth:`header`. Return False if the room has ended."""
         room = header.room
         if room not in self.rooms:
             return False
@@ -214,11 +150,7 @@ class OutgoingQueue:
         return True
 
     def confirm(self, have: Have) -> None:
-        """Record which parts of a room the receiver has; the room may then be sent.
-
-        Raises:
-            LinkError: The receiver claims a part that the room does not have.
-        """
+        """Record which parts of a room the receiver has; the room may then be sent."""
         room = self.rooms[have.room]
         found = {
             Stream.ANCHOR: set(_bits(have.anchors)),
@@ -245,8 +177,7 @@ class OutgoingQueue:
         return None
 
     def next_early_residual(self) -> QueuedPart | None:
-        """Queue and return the first residual whose anchor was sent, before the other anchors of its room. For use when nothing else can be
-        sent."""
+        """Queue and return the first residual whose anchor was sent, before the other anchors of its room."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
             if room.confirmed and waiting and waiting[0].number in room.sent_parts[Stream.ANCHOR]:
@@ -275,11 +206,7 @@ class OutgoingQueue:
             self._arrived(state, stream, number)
 
     def retransmit(self, room: int, stream: Stream, number: int, most: int) -> None:
-        """Send a part again, before other parts of its stream.
-
-        Raises:
-            LinkError: The part was retransmitted ``most`` times, or it is not in flight.
-        """
+        """Send a part again, before other parts of its stream, at most ``most`` times."""
         state = self.rooms.get(room)
         if state is None:
             return

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
-from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError
+from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
@@ -285,14 +284,7 @@ class CompressedKVCache:
         return True
 
     def _resolve_selection(self, row: int, compressed: CompressedKV) -> "torch.Tensor | NewestRows | None":
-        """The tokens that a request's compressed KV keeps, int64 [layers, kv_heads, count], or the rows to add to existing ones.
-
-        None if the method selects while it writes.
-
-        Args:
-            row: The request's row in the token table.
-            compressed: The compressed KV, with all slots that it reads.
-        """
+        """The ``kept`` of :meth:`CompressedKVWriter.write` for compressed KV with all slots that it reads."""
         method, wanted = self.method(row), (compressed.covered, compressed.own_tokens)
         if self.row_sender is None:
             return initial_selection(method.compressor, self.buffers, *wanted)
@@ -333,10 +325,10 @@ class CompressedKVCache:
             self.num_compressions[compressed.method] += 1
 
     def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
-        """Replace the selection of some layers with one that was made in or for a step. Arguments as
-        :meth:`CompressedKVWriter.write_selection`'s."""
+        """Replace the selection of some layers with ``kept``, int64 [layers, kv_heads, count], as many tokens, made in or for a step."""
         compressed = self._by_row[row]
-        self._writer.write_selection(self.method(row), row, compressed, layers, kept)
+        source, targets = self.token_table[row, : compressed.covered].long(), compressed.own[compressed.sinks :]
+        self.method(row).packing.write(self.buffers.of_layers(layers), kept, source, targets)
         # Count once for all groups of layers.
         self.num_compressions[compressed.method] += layers.stop == len(self.buffers.keys)
 
@@ -373,20 +365,16 @@ class CompressedKVCache:
         already has. Draft rows and pointers then point to freed slots. Free such pointers, or select again. Selecting again gives the
         request compressed KV as early as a prompt that is new to the tree.
         """
-        if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
-            self.release_compressed_kv(row)
-            return
+        compressed = self._by_row.get(row)
+        if self.layout.points_to_full_kv:
+            is_kept = compressed is not None and self.async_selector is None
+            if not is_kept or not self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed):
+                self.release_compressed_kv(row)
+                return
         if self.row_sender is not None:
             self.row_sender.on_slots_freed(row, is_remote_only=False)
-        if (compressed := self._by_row.get(row)) is not None:
+        if compressed is not None:
             compressed.tail_end = max(compressed.covered, min(compressed.tail_end, start))
-
-    def _point_to_new_slots(self, row: int) -> bool:
-        """Point to the new slots of the same tokens. Returns whether that worked: False with an asynchronous selector."""
-        compressed = self._by_row.get(row)
-        if compressed is None or self.async_selector is not None:
-            return False
-        return self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""

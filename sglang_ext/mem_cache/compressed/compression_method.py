@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, CompressedKV
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError, as_scores_error
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS
-from sglang_ext.mem_cache.prefix_cache.segments import Segment
+from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -225,14 +225,6 @@ class CompressedKVWriter:
         """The method's selection for compressed KV that shares nothing: int64 [layers, kv_heads, own tokens]."""
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
-
-    def write_selection(self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor) -> None:
-        """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
-
-        ``kept`` are as many tokens, int64 [layers, kv_heads, count].
-        """
-        source = self.token_table[row, : compressed.covered].long()
-        method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
 
     def rewrite_selection(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV) -> bool:
         """Write the first selection of ``compressed`` again, by the same queries, after the row's slots have changed.

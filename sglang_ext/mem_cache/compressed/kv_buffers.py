@@ -91,7 +91,7 @@ class KVBuffers:
             targets: int64 [count], slots of the compressed KV.
         """
         if self.on_gpu:
-            from sglang_ext.layers.kernels.compressed_kv import gather_kept
+            from sglang_ext.layers.kernels.kv_copies import gather_kept
 
             gather_kept(self.key_table, self.value_table, self.keys[0], self.values[0], kept, sources, targets)
             return

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import (
-    RETRYABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, WRONG_SCORES, CompressedKV, RequestState,
-)  # fmt: skip
+from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows

@@ -28,21 +28,22 @@ class SynchronousSelector:
 
     def on_queries_recorded(self, layer: int) -> None:
         """Select the tokens that the layer reads."""
+        compressed_kv, layers = self._compressed_kv, slice(layer, layer + 1)
         for row, end in self._ends.items():
-            self._choose(row, end, slice(layer, layer + 1))
-
-    def _choose(self, row: int, end: int, layers: slice) -> None:
-        compressed_kv, compressed, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
-        found = compressed_kv.queries.get(row, end, chooser.window, layers)
-        if found is None:
-            return
-        slots = compressed_kv.token_table[row, : compressed.covered].long()
-        context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
-        compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
+            compressed, chooser = compressed_kv.get(row), compressed_kv.method(row).compressor
+            found = compressed_kv.queries.get(row, end, chooser.window, layers)
+            if found is None:
+                continue
+            slots = compressed_kv.token_table[row, : compressed.covered].long()
+            context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
+            compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
 
 
 def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> "LayerObserver | None":
-    """The observer of a step's layers; None if no selector needs it, or no request reads compressed KV.
+    """The observer of a step's layers; None if no selector needs it.
+
+    Without an asynchronous selector, it selects for the requests whose method selects in steps and whose selection interval ends. If
+    attention itself selects, there is no observer, and the selections are counted here.
 
     Args:
         compressed_kv: The compressed KV cache.
@@ -51,21 +52,7 @@ def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], follo
     """
     if compressed_kv.async_selector is not None:
         return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
-    return synchronous_selector(compressed_kv, ends)
-
-
-def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, int]) -> SynchronousSelector | None:
-    """Create the synchronous selector of a step, for requests whose method needs it and whose selection interval ends.
-
-    Returns None if there is no such request, or if attention itself selects. Those selections are counted here.
-
-    Args:
-        compressed_kv: The compressed KV cache.
-        ends: Position after the step's token, by row, of requests that read their compressed KV.
-    """
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
-    if not waiting:
-        return None
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
     if compressed_kv.layout.selects_in_attention:
         chosen = (row for row in waiting if compressed_kv.layout.step_selects(compressed_kv.draft_row(row), after[row]))

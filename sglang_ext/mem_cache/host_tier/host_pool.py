@@ -5,7 +5,7 @@ import mmap
 import weakref
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -22,12 +22,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
-    """View rows as integers of the widest size that divides a row: [slots, words].
-
-    Args:
-        buffer: [slots, kv_heads, head_dim], of any dtype, contiguous.
-        widest: Maximum bytes of a word, 8, 4, 2 or 1.
-    """
+    """View rows of ``buffer``, [slots, kv_heads, head_dim], as integers of at most ``widest`` bytes that divide a row: [slots, words]."""
     row = buffer[0].numel() * buffer.element_size()
     size = next(size for size in _WORDS if size <= widest and row % size == 0)
     # A view from its own dtype may not exist at this width. A view from bytes always does.
@@ -36,13 +31,7 @@ def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PageRun:
-    """Consecutive pages in a list of pages.
-
-    Attributes:
-        place: Index of the first one in the list.
-        first: The first page.
-        count: Number of pages.
-    """
+    """``count`` consecutive pages from page ``first`` on, which has index ``place`` in a list of pages."""
 
     place: int
     first: int
@@ -62,71 +51,41 @@ class HostPageError(ValueError):
     """Pages that a transfer or an owner must not name."""
 
 
-@dataclass
 class HostPages:
-    """Allocates pages by number, in as few runs as possible.
+    """Allocates ``count`` pages by number, in as few runs as possible."""
 
-    Attributes:
-        count: Pages of host memory.
-    """
-
-    count: int
-    _free: list[range] = field(init=False)
-    # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
-    _owned: np.ndarray = field(init=False)
-    _filled: np.ndarray = field(init=False)
-    _left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._free = [range(self.count)]
-        self._owned, self._filled = np.zeros(self.count, bool), np.zeros(self.count, bool)
-        self._left = self.count
-
-    @property
-    def free_pages(self) -> int:
-        """Number of free pages."""
-        return self._left
+    def __init__(self, count: int) -> None:
+        self.count = self.free_pages = count
+        # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
+        self._owned, self._filled = np.zeros(count, bool), np.zeros(count, bool)
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
 
-        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs.
-
-        Raises:
-            HostPageError: ``count`` is below 1.
+        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs. Raises
+        :class:`HostPageError` if ``count`` is below 1.
         """
         if count < 1:
             raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
-        if count > self._left:
+        if count > self.free_pages:
             return None
-        taken = []
-        while count:
-            taken.append(self._take(count))
-            count -= len(taken[-1])
-        pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
+        bounds = np.flatnonzero(np.diff(self._owned, prepend=True, append=True)).reshape(-1, 2)
+        free = sorted((range(*run) for run in bounds.tolist()), key=len)
+        taken, missing = [], count
+        while missing:
+            run = free.pop(min(bisect_left(free, missing, key=len), len(free) - 1))[:missing]
+            taken.append(torch.arange(run.start, run.stop))
+            missing -= len(run)
+        pages = torch.cat(taken)
         self._owned[pages.numpy()] = True
         self._filled[pages.numpy()] = False
-        self._left -= len(pages)
+        self.free_pages -= count
         return pages
-
-    def _take(self, count: int) -> range:
-        """Take up to ``count`` pages of one free run."""
-        long = [run for run in self._free if len(run) >= count]
-        best = min(long, key=len) if long else max(self._free, key=len)
-        index = self._index(best.start)
-        rest = best[count:]
-        self._free[index : index + 1] = [rest] if rest else []
-        return best[:count]
-
-    def _index(self, page: int) -> int:
-        """Index in the list of free runs of a run that starts at ``page``."""
-        return bisect_left(self._free, page, key=lambda run: run.start)
 
     def free(self, pages: torch.Tensor) -> None:
         """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
 
-        Raises:
-            HostPageError: Some are not owned, or are named twice. Nothing is freed then.
+        Raises :class:`HostPageError` and frees nothing if some are not owned, or are named twice.
         """
         self.check_owned(pages)
         ordered = pages.sort().values
@@ -134,27 +93,10 @@ class HostPages:
         if len(twice):
             raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
         self._owned[pages.numpy()] = False
-        self._left += len(pages)
-        for run in runs(ordered):
-            self._put(range(run.first, run.first + run.count))
-
-    def _put(self, run: range) -> None:
-        """Add a free run, merged with adjacent free runs."""
-        index = self._index(run.start)
-        start, stop = index, index
-        if start > 0 and self._free[start - 1].stop == run.start:
-            start -= 1
-        if stop < len(self._free) and self._free[stop].start == run.stop:
-            stop += 1
-        joined = [*self._free[start:stop], run]
-        self._free[start:stop] = [range(min(r.start for r in joined), max(r.stop for r in joined))]
+        self.free_pages += len(pages)
 
     def check_owned(self, pages: torch.Tensor) -> None:
-        """Raise unless all of ``pages`` (int64 [pages], on the host) are owned.
-
-        Raises:
-            HostPageError: Names pages that do not exist or are free.
-        """
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) do not exist or are free."""
         foreign = pages[(pages < 0) | (pages >= self.count)]
         if len(foreign):
             raise HostPageError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
@@ -167,11 +109,7 @@ class HostPages:
         self._filled[pages.numpy()] = True
 
     def check_filled(self, pages: torch.Tensor) -> None:
-        """Raise unless all of ``pages`` (int64 [pages], on the host) were stored to since they were allocated.
-
-        Raises:
-            HostPageError: Names pages that were not.
-        """
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) were not stored to since they were allocated."""
         empty = pages.numpy()[~self._filled[pages.numpy()]]
         if len(empty):
             raise HostPageError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")
@@ -181,9 +119,8 @@ class HostPages:
 class HostPool:
     """Pages of host memory, in one of two orders.
 
-    - Layer-first: a run of pages of one layer is one block of memory.
-
-    - Page-first, for pages that may be stored as residuals (residuals.py): each page has a frame.
+    Layer-first, a run of pages of one layer is one block of memory. Page-first, each page has a frame and may be stored as a residual
+    (page_copies.py).
 
     Attributes:
         kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].
@@ -199,17 +136,10 @@ class HostPool:
 
     @classmethod
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
-        """Create a pool with as many pages as fit in ``size`` bytes.
+        """Create a pool for layers of the device's pool, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
 
-        Args:
-            buffers: The layers of the device's pool, all of one shape and dtype.
-            page_size: Tokens per page.
-            size: Bytes of host memory.
-            frames: Whether the order is page-first.
-
-        Raises:
-            OptionError: No page fits, or the host has too little memory.
-            ValueError: The layers' buffers differ, or are not contiguous.
+        The order is page-first with ``frames``. Raises :class:`OptionError` if no page fits or the host has too little memory, ValueError
+        if the layers' buffers differ or are not contiguous.
         """
         check_alike(buffers)
         count = size // (buffers.bytes_per_slot * page_size)
@@ -264,11 +194,7 @@ class HostPool:
 
 
 def check_alike(buffers: KVBuffers) -> None:
-    """Raise unless all layers have one layout, as the pool and the kernels require.
-
-    Raises:
-        ValueError: Names the layout that differs.
-    """
+    """Raise ``ValueError`` unless all layers have one layout, as the pool and the kernels require."""
     key = buffers.keys[0]
     for buffer in (*buffers.keys, *buffers.values):
         if buffer.shape != key.shape or buffer.dtype != key.dtype or not buffer.is_contiguous():
@@ -279,11 +205,8 @@ def check_alike(buffers: KVBuffers) -> None:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Allocate ``size`` bytes of pinned memory.
-
-    PyTorch's own pinned memory has sizes of powers of two, which could double it. The memory is excluded from forks, which would move its
-    pages away from the device. Large pages, written by all cores, reduce the allocation time to a tenth.
-    """
+    """Allocate ``size`` bytes of pinned memory. PyTorch's own has sizes of powers of two, which could double it."""
+    # Excluded from forks, which would move its pages away from the device. Large pages, written by all cores, take a tenth of the time.
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # kernels without huge pages

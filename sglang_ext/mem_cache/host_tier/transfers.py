@@ -18,23 +18,15 @@ from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
 
 
-@dataclass(frozen=True)
 class CopyStream:
-    """A stream in addition to the current one. On a CPU, work runs in the calling thread.
+    """A stream in addition to the current one. The kernels of an urgent one are scheduled before waiting kernels of forwards.
 
-    Attributes:
-        device: The device of its work.
-        stream: None on a CPU.
+    On a CPU there is no stream, and work runs in the calling thread.
     """
 
-    device: torch.device
-    stream: torch.cuda.Stream | None
-
-    @classmethod
-    def beside(cls, device: torch.device, urgent: bool = False) -> "CopyStream":
-        """Create a stream. The kernels of an urgent one are scheduled before waiting kernels of forwards."""
-        stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
-        return cls(device, stream)
+    def __init__(self, device: torch.device, urgent: bool) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
 
     def running(self) -> AbstractContextManager:
         """Context in which work is launched in this stream, and allocations belong to it."""
@@ -57,12 +49,7 @@ class CopyStream:
 
 
 class DoubleBuffer:
-    """Two buffers that alternate between a stream that fills them and a stream that empties them.
-
-    Args:
-        halves: The buffers, [2, rows, words].
-        filler, emptier: The streams.
-    """
+    """Two buffers, ``halves`` [2, rows, words], that alternate between a stream that fills them and a stream that empties them."""
 
     def __init__(self, halves: torch.Tensor, filler: CopyStream, emptier: CopyStream) -> None:
         self.filler, self.emptier = filler, emptier
@@ -102,21 +89,15 @@ class DoubleBuffer:
         self.emptier.after(self.filler.mark())
 
 
-@dataclass
 class LastTransfers:
-    """The last transfer of each page in one direction. The transfers of a direction end in the order in which they began.
+    """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began.
 
-    Attributes:
-        pages: Number of pages.
+    ``running`` has the marks at the end of transfers that may not have ended, by number.
     """
 
-    pages: int
-    _number: np.ndarray = field(init=False)
-    _running: dict[int, Mark] = field(default_factory=dict)
-    _count: int = 0
-
-    def __post_init__(self) -> None:
-        self._number = np.zeros(self.pages, np.int64)
+    def __init__(self, pages: int) -> None:
+        self.running: dict[int, Mark] = {}
+        self._number, self._count = np.zeros(pages, np.int64), 0
 
     def note(self, pages: torch.Tensor, end: Mark) -> None:
         """Record a transfer of ``pages``, int64 on the host, that ends at ``end``."""
@@ -124,23 +105,18 @@ class LastTransfers:
         self._forget_ended()
         self._count += 1
         self._number[pages.numpy()] = self._count
-        self._running[self._count] = end
+        self.running[self._count] = end
 
     def end(self, pages: torch.Tensor) -> Mark | None:
         """The mark at the end of the last transfer of any of ``pages``. None if all have ended."""
         self._forget_ended()
-        return self._running.get(int(self._number[pages.numpy()].max()))
-
-    @property
-    def remembered(self) -> int:
-        """Number of transfers that may not have ended."""
-        return len(self._running)
+        return self.running.get(int(self._number[pages.numpy()].max()))
 
     def _forget_ended(self) -> None:
-        for number in list(self._running):
-            if not self._running[number].reached:
+        for number in list(self.running):
+            if not self.running[number].reached:
                 break
-            del self._running[number]
+            del self.running[number]
 
 
 class TransferError(RuntimeError):
@@ -148,13 +124,7 @@ class TransferError(RuntimeError):
 
 
 class TransferOutcome(NamedTuple):
-    """Result of a transfer.
-
-    Attributes:
-        seconds: Duration, without waiting for earlier work.
-        failed: Host pages whose loaded KV differs from the stored KV. Empty for a store.
-        size: Bytes copied between device and host.
-    """
+    """Seconds of a transfer without waiting for earlier work, host pages whose loaded KV differs from the stored KV, and bytes copied."""
 
     seconds: float
     failed: list[int]
@@ -163,12 +133,9 @@ class TransferOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedTransfer:
-    """A transfer in progress.
+    """A transfer in progress, from ``start`` to ``end``, of ``size`` bytes.
 
-    Attributes:
-        start, end: Marks before and after its copies.
-        wrong: For a load, bool [pages] on the host, valid from ``end`` on: the checksum differs from the store's. None for a store.
-        size: Bytes copied between device and host.
+    ``wrong``, bool [pages] on the host, is valid from ``end`` on: the checksum differs from the store's. None for a store.
     """
 
     start: Mark
@@ -179,9 +146,7 @@ class LaunchedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A transfer between device slots and host pages.
-
-    If it failed with an error, the next call raises the error.
+    """A transfer between device slots and host pages. If it failed with an error, the next call raises the error.
 
     Attributes:
         size: Bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
@@ -211,11 +176,7 @@ class Transfer:
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Its result. A store compares no checksums.
-
-        Raises:
-            TransferError: It is not done.
-        """
+        """Its result. Raises :class:`TransferError` if it is not done. A store compares no checksums."""
         if not self.done:
             raise TransferError(f"a transfer of {self.size} bytes is still in progress; ask once it is done")
         launched = self._launched.result()
@@ -228,14 +189,10 @@ class PendingLaunch(Future[LaunchedTransfer]):
 
     def __init__(self, launch: Callable[[], LaunchedTransfer], run_all: Callable[[], None]) -> None:
         super().__init__()
-        self._launch, self._run_all = launch, run_all
-
-    def run(self) -> None:
-        """Run the launch."""
-        self.set_result(self._launch())
+        self.launch, self._run_all = launch, run_all
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
-        """Return the launched transfer."""
+        """Return the launched transfer. Runs the launch first if necessary."""
         if not self.done():
             self._run_all()
         return super().result(timeout)
@@ -268,16 +225,13 @@ class DeferredLaunches:
 
     def _run_all(self) -> None:
         while self._waiting:
-            self._waiting.pop(0).run()
+            pending = self._waiting.pop(0)
+            pending.set_result(pending.launch())
 
 
 @dataclass
 class TransferTracker:
-    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order.
-
-    Attributes:
-        ranks: The ranks that must agree.
-    """
+    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order."""
 
     ranks: TPRanks = TPRanks()
     _known: "WeakKeyDictionary[Transfer, TransferOutcome]" = field(default_factory=WeakKeyDictionary)
@@ -306,11 +260,7 @@ class TransferTracker:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> TransferOutcome:
-        """Its result: the longest time and the most bytes of all ranks, and the pages that came back changed on any rank.
-
-        Raises:
-            TransferError: It is not known to be done.
-        """
+        """The longest time, the pages that came back changed on any rank, and the most bytes. Raises :class:`TransferError` if not done."""
         if not self.done(transfer):
             raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]

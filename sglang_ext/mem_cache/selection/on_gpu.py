@@ -1,4 +1,4 @@
-"""Selection by predicted queries on a GPU, for many requests and layers in few launches (layers/kernels/selection/select_tokens.py)."""
+"""Selection by predicted queries on a GPU, for many requests and layers in few launches (layers/kernels/select_tokens.py)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.selection.select_tokens import MarkedTokens, SelectionContexts
+    from sglang_ext.layers.kernels.select_tokens import MarkedTokens, SelectionContexts
 
 # SCRATCH: bytes in which tokens are selected, if a pair of a layer and a request needs no more, or half of that if two parts exist at once.
 # PREDICTING: share of SCRATCH that query prediction takes in addition. More bytes mean fewer launches.
@@ -104,8 +104,8 @@ class GpuSelector:
                 remaining layers, so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph
                 continues with that.
         """
-        from sglang_ext.layers.kernels.selection.exact_logits import layer_major
-        from sglang_ext.layers.kernels.selection.select_tokens import mark_tokens, scratch_bytes
+        from sglang_ext.layers.kernels.key_scores import layer_major
+        from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
 
         keys, codes = self.buffers.keys, self.buffers.codes
         coded = None if codes is None else codes.of_kernels
@@ -146,7 +146,7 @@ def planned_bytes(
 
     PyTorch caches the memory of predictions in blocks that are too small for selections, so each needs its own memory.
     """
-    from sglang_ext.layers.kernels.selection.select_tokens import scratch_bytes
+    from sglang_ext.layers.kernels.select_tokens import scratch_bytes
 
     each = predicting_bytes(query_heads, dim, predictor)
     predicted = each * min(pairs, _predicted_at_once(SCRATCH, each))

@@ -135,12 +135,12 @@ PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (Curr
 """Predictors by name, the default first."""
 
 
-def query_predictor(name: str, flag: str = "--kv-select-by") -> QueryPredictor:
-    """Create the predictor of this name. Messages name ``flag``.
+def query_predictor(name: str) -> QueryPredictor:
+    """Create the predictor of this name.
 
     Raises:
         OptionError: The name is unknown. The message has the value and the allowed ones.
     """
     if name not in PREDICTORS:
-        raise OptionError(f"{flag} is {name!r}; allowed: {', '.join(PREDICTORS)}. Pass one of these.")
+        raise OptionError(f"--kv-select-by is {name!r}; allowed: {', '.join(PREDICTORS)}. Pass one of these.")
     return PREDICTORS[name]()

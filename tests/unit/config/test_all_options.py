@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import flag_checks
 from sglang_ext.config.flags import FLAGS
-from sglang_ext.config.refused_options import REFUSALS
+from sglang_ext.config.combinations import REFUSALS
 from sglang_ext.config.rules import Refusal, option
 from sglang_ext.core import OptionError
 

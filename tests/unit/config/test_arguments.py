@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.arguments import CheckedServerArgs, prepare_speculation
 from sglang_ext.config import method_options, options
 from sglang_ext.config.model_options import unsupported_model_reason
 from sglang_ext.core import OptionError
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def build(path, **flags):
-    return KVServerArgs(model_path=path, device="cpu", attention_backend="torch_native", **flags)
+    return CheckedServerArgs(model_path=path, device="cpu", attention_backend="torch_native", **flags)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_verified_mode_enters_by_sglangs_registries(folder):
 @pytest.mark.parametrize(("flags", "graphs"), [({}, True), ({"lora_paths": ["name=/some/adapter"]}, False)], ids=["plain", "lora"])
 def test_the_overlapped_loop_runs_with_graphs_where_there_are_no_adapters(monkeypatch, flags, graphs):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    args = KVServerArgs.__new__(KVServerArgs)
-    vars(args).update({field.name: field.default for field in dataclasses.fields(KVServerArgs)}, kv_mode="verified", **flags)
-    args._prepare_speculation()
+    args = CheckedServerArgs.__new__(CheckedServerArgs)
+    vars(args).update({field.name: field.default for field in dataclasses.fields(CheckedServerArgs)}, kv_mode="verified", **flags)
+    prepare_speculation(args)
     assert not args.disable_overlap_schedule and args.disable_cuda_graph is not graphs
 
 
@@ -270,9 +270,9 @@ def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
 )
 def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths):
     parser = argparse.ArgumentParser()
-    KVServerArgs.add_cli_args(parser)
+    CheckedServerArgs.add_cli_args(parser)
     argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
-    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-draft-length", text]))
+    args = CheckedServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-draft-length", text]))
     assert (args.kv_draft_length, args.speculative_num_draft_tokens) == (value, most)
     assert options.verify_widths(args) == widths
 
@@ -318,10 +318,10 @@ FOR_BENCHMARKS = {"kv_bench_acceptance": 0.9, "kv_bench_corrupt_loads": 7}
 
 def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog):
     parser = argparse.ArgumentParser()
-    KVServerArgs.add_cli_args(parser)
+    CheckedServerArgs.add_cli_args(parser)
     argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
     argv += ["--kv-full-tier", "auto", "--kv-host-gb", "1", "--kv-bench-acceptance", "0.9", "--kv-bench-corrupt-loads", "7"]
-    args = KVServerArgs.from_cli_args(parser.parse_args(argv))
+    args = CheckedServerArgs.from_cli_args(parser.parse_args(argv))
     assert {name: getattr(args, name) for name in FOR_BENCHMARKS} == FOR_BENCHMARKS
     assert options.can_offload_full_kv(args)
     assert "--kv-bench-acceptance is 0.9: drafts are accepted by chance, so answers are of no use" in caplog.text
@@ -363,9 +363,9 @@ def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, c
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):
     parser = argparse.ArgumentParser()
-    KVServerArgs.add_cli_args(parser)
+    CheckedServerArgs.add_cli_args(parser)
     assert "--kv-compressor" in parser.format_help()
     argv = ["--model-path", folder(), "--device", "cpu", "--kv-mode", "verified", "--kv-budget", "0.5"]
-    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--attention-backend", "torch_native"]))
+    args = CheckedServerArgs.from_cli_args(parser.parse_args([*argv, "--attention-backend", "torch_native"]))
     copy = pickle.loads(pickle.dumps(args))
     assert (copy.kv_mode, copy.kv_budget, copy.kv_compressor) == ("verified", 0.5, "snapkv")

@@ -8,12 +8,24 @@ import pytest
 from argument_helpers import arguments
 
 from sglang_ext import flag_checks
-from sglang_ext.config.conditions import (
-    BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR,
-    HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
-)  # fmt: skip
+from sglang_ext.config.combinations import (
+    BURST_LIMITS_ROUND,
+    CAN_OFFLOAD_FULL_KV,
+    HAS_NO_OFFLOAD_OBSTACLE,
+    HAS_ONLINE_METHOD,
+    HAS_PROGRESSIVE_TRANSFER,
+    HAS_RANKS,
+    HAS_SELECTOR,
+    HAS_TIMELINE,
+    IS_NOT_PREFILL_SERVER,
+    IS_PREFILL_SERVER,
+    IS_SPADE,
+    IS_VERIFIED,
+    NEEDS_ONLINE_METHOD,
+    SELECTS_FEWER_THAN_ALL,
+)
 from sglang_ext.config.flags import FLAGS, GROUPS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, Range, render_text
+from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, one_of, render_text
 from sglang_ext.core import OptionError
 
 PREFILL, DECODE = ({"disaggregation_mode": role, "disaggregation_transfer_backend": "progressive"} for role in ("prefill", "decode"))
@@ -120,6 +132,10 @@ BETWEEN = {
 }  # fmt: skip
 
 
+def test_each_field_has_an_entry_in_the_table() -> None:
+    assert [flag.name for flag in FLAGS] == list(KVServerArgs.__annotations__)
+
+
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.values], ids=by_name)
 def test_a_value_out_of_range_is_refused_with_the_allowed_ones(flag: Flag) -> None:
     for value, allowed in BETWEEN.get(flag.name) or values_around(flag):
@@ -129,7 +145,7 @@ def test_a_value_out_of_range_is_refused_with_the_allowed_ones(flag: Flag) -> No
             continue
         with pytest.raises(OptionError) as raised:
             flag.check_value(args)
-        assert str(raised.value).startswith(f"{flag.option} is {value!r}; pass {flag.allowed}")
+        assert str(raised.value).startswith(f"{flag.option} is {value!r}; pass {one_of(flag.values)}")
         if flag.scope is IS_NOT_FULL_MODE:
             with pytest.raises(OptionError, match=f"^{flag.option} is "):
                 flag_checks.check_flags(args)

@@ -13,7 +13,7 @@ from sglang_ext.managers.spec_decode.request_states import write_counters
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 
 def resolved(**change):

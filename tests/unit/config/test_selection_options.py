@@ -10,7 +10,7 @@ from argument_helpers import arguments
 from sglang_ext import flag_checks
 from sglang_ext.config import selection_options
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines import SELECTORS
 
 
@@ -195,7 +195,7 @@ def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_pre
     for value, name in (("quest", "quest"), (SELECTORS["tova"], "Tova"), (SELECTORS["true-query"], "TrueQuery")):
         args = arguments(kv_compressor=value, kv_mode="lossy", kv_select=2048.0, kv_select_every=2, device="cpu")
         flag_checks.check_flags(args)
-        made = selection_options.stepping(args, name)
+        made = selection_options.step_method(args)
         assert (made.name, made.every, made.each_round, made.most) == (name, 2, False, 2048)
         assert selection_options.ranks(args) == 0 and "no effect" not in caplog.text
     args.device = "cuda"
@@ -214,14 +214,14 @@ def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
     for size in (16, 64):
         args.page_size = size
         flag_checks.check_device(args)
-        assert selection_options.stepping(args, "quest") == Quest(1, False, most=2048, in_attention=True)
+        assert selection_options.step_method(args) == Quest(every=1, each_round=False, most=2048, in_attention=True)
     for mode in ("prefill", "decode"):
         args.disaggregation_mode = mode
         with pytest.raises(OptionError, match=f"quest cannot be combined with --disaggregation-mode {mode}: .*; pass .* spade"):
             flag_checks.check_device(args)
     args.device, args.page_size = "cpu", 1
     flag_checks.check_device(args)
-    assert not selection_options.stepping(args, "quest").in_attention
+    assert not selection_options.step_method(args).in_attention
     args.device = "xpu"
     with pytest.raises(OptionError, match="quest cannot be combined with --device xpu: .* on a CPU alone"):
         flag_checks.check_device(args)

@@ -52,11 +52,8 @@ def queue_of(worker=None, pool=100):
 class Sender(ProgressiveSender):
     """A sender that only remembers what it is told."""
 
-    def set_prompt(self, tokens, refused=None):
-        self.prompt, self.refused = tokens, refused
-
-    def set_query_reader(self, read):
-        self.read_queries = read
+    def set_prompt(self, tokens, refused=None, packing=None, read_queries=None):
+        self.prompt, self.refused, self.packing, self.read_queries = tokens, refused, packing, read_queries
 
 
 class Receiver(ProgressiveReceiver):
@@ -81,10 +78,10 @@ def test_a_sender_learns_the_prompt_unless_none_was_made():
     sender = made(Sender)
     req = SimpleNamespace(disagg_kv_sender=sender, origin_input_ids=[1, 2], to_finish=None)
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert (sender.prompt, sender.refused) == ([1, 2], None)
+    assert (sender.prompt, sender.refused, sender.packing, sender.read_queries) == ([1, 2], None, None, None)
     req.to_finish = FINISH_ABORT("no such grammar")
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert (sender.prompt, sender.refused) == ([1, 2], "no such grammar")
+    assert (sender.prompt, sender.refused, sender.packing, sender.read_queries) == ([1, 2], "no such grammar", None, None)
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
 

@@ -17,16 +17,14 @@ from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -81,7 +79,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     round_ = RoundPlan(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], full_kv_reqs=[] if drafts else [0, 1], remaining=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties(), lambda: None)
+    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, None, lambda: None)
     assert taken == [expected] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
     assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]
@@ -104,7 +102,7 @@ class Worker(KVWorker):
         self.methods = ServedMethods((), (method("snapkv"), method(name)), scaling=SCALING)
 
     def compressed_attention(self):
-        return create_compressed_attention(self.server_args, self.model_runner, self.queries, self.methods.every, self.layout, self.buffers.on_gpu)
+        return create_compressed_attention(self.server_args, self.model_runner, self.queries, self.methods.selection_interval, self.layout, self.buffers.on_gpu)
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32), size=3)

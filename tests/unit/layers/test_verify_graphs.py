@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.layers.attention import verify_attention, verify_graphs
-from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
+from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import graph_capture
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
     ("requests", "width", "expected"), [(4, 3, 5), (4, 5, 5), (4, 6, 17), (8, 17, 17), (4, 18, None), (9, 3, None)]
 )
 def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
-    graphs = [SimpleNamespace(width=w, fits=lambda requests: requests <= 8) for w in (17, 5)]
+    graphs = [SimpleNamespace(width=w, max_bs=8) for w in (17, 5)]
     found = VerifyGraphSet(graphs).fit(requests, width)
     assert (found and found.width) == expected
 

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import AcceptanceTracker, RequestState
 from sglang_ext.device import Mark
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import PROBE_SHARE, DraftLength, FixedDraftLength, expected_tokens
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
 from sglang_ext.managers.spec_decode.planner import RoundPlan
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -170,7 +168,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
-        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
+        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), costs=SimpleNamespace(observe=self._observe))
         self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []
         self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
@@ -206,9 +204,24 @@ class Machine:
 def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine = Machine(monkeypatch)
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
+    for _ in range(2):
+        machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     assert [pytest.approx(tuple(spent)[:5]) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
+
+
+def test_the_wait_for_the_plan_of_a_plain_round_between_drafts_is_not_a_plain_step(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2, first=0.8)
+    machine.iterate(0, planning=0.1, drafting=1.5, rest=0.2, first=0.8)
+    assert [spent.plain_step for spent in machine.times()[1:]] == [pytest.approx(0.7), pytest.approx(0.9)]
+
+
+def test_a_single_plain_step_between_drafts_has_no_time(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2)
+    assert machine.times()[1].plain_step is None
 
 
 def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
@@ -255,7 +268,7 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
 
 def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     rows = [0, 1]
-    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"), KVMetrics("model"))
+    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"))
     states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
 
     def short(due):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.feature import FEATURES, Feature, create_full_kv, create_selector, load_features
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.feature import FEATURES, Feature, create_full_kv_provider, create_selector, load_features
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 
 # Source of a process: the modules of this project that a scheduler with --kv-mode verified and --kv-compressor snapkv imports.
 PLAIN_SERVER = """
@@ -22,9 +22,9 @@ print("\\n".join(name for name in sys.modules if name.startswith("sglang_ext."))
 # Folders and modules that only features need.
 OF_FEATURES = (
     *("managers.kv_transfer", "managers.kv_offload", "managers.cache_rank", "managers.quantized_attention", "managers.sparse_attention"),
-    *("mem_cache.host_tier", "mem_cache.selection.on_gpu", "mem_cache.compressed.async_selector", "mem_cache.compressed.remote_selector"),
+    *("mem_cache.host_tier", "mem_cache.selection.on_gpu", "mem_cache.compressed.async_selector"),
     *("mem_cache.prefix_cache.quantized_only", "mem_cache.prefix_cache.remote_only", "mem_cache.prefix_cache.residency"),
-    *("layers.attention.compressed", "layers.kernels.packed", "layers.kernels.hack", "layers.kernels.gluon", "layers.kernels.lynx"),
+    *("layers.attention.packed", "layers.attention.per_head", "layers.kernels.packed", "layers.kernels.gluon", "layers.kernels.lynx"),
 )
 
 
@@ -60,7 +60,7 @@ def test_a_server_without_features_imports_none():
 
 
 def test_each_method_of_the_interface_serves_several_features():
-    classes = [pkgutil.resolve_name(entry.target) for entry in FEATURES]
+    classes = [pkgutil.resolve_name(name) for name in FEATURES]
     assert all(issubclass(each, Feature) for each in classes)
     methods = [name for name, value in vars(Feature).items() if callable(value) and not name.startswith("_")]
     assert methods and not [name for name in methods if sum(name in vars(each) for each in classes) < 2]
@@ -72,11 +72,11 @@ def test_the_first_selector_and_the_only_provider_serve():
             return self.args, method
 
     class Freeing(Feature):
-        def full_kv(self, worker, tree_cache):
+        def full_kv_provider(self, worker, tree_cache):
             return tree_cache
 
     worker = SimpleNamespace(features=(Feature("none"), Selecting("first"), Freeing("none"), Selecting("second")))
     assert create_selector(worker, "method") == ("first", "method")
-    assert create_full_kv(worker, "tree") == "tree"
+    assert create_full_kv_provider(worker, "tree") == "tree"
     worker.features = (Feature("none"),)
-    assert create_selector(worker, "method") is None and isinstance(create_full_kv(worker, "tree"), ResidentFullKV)
+    assert create_selector(worker, "method") is None and isinstance(create_full_kv_provider(worker, "tree"), FullKVProvider)

@@ -9,18 +9,18 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import NO_QUERIES, RequestState
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels.selection import select_tokens
-from sglang_ext.layers.kernels.selection.select_tokens import kernel_lengths
+from sglang_ext.layers.kernels import select_tokens
+from sglang_ext.layers.kernels.select_tokens import kernel_lengths
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks, StreamSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors import top_positions
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 
 class InPyTorch:
@@ -100,7 +100,7 @@ def copy(compressed_kv, length):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("predictor", [CurrentQuery(), RegressedQuery()], ids=lambda each: each.name)
 def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor, every, late):
-    compressed_kv, step, expected = world(Spade(predictor, every, each_round=False), late)
+    compressed_kv, step, expected = world(Spade(predictor, every=every, each_round=False), late)
     first, wanted = led_to(compressed_kv), {}
     for position in range(150, 150 + 6 * every):
         step(position)
@@ -355,8 +355,8 @@ def test_whoever_asks_is_told_where_processes_have_come_or_gone_though_no_reques
 
 
 def test_requests_go_where_most_is_free_and_what_one_takes_is_not_the_nexts():
-    free = FreeBlocks([3, 2], 64)
+    free = FreeBlocks([3, 2], 64, [9, 9])
     assert [free.take(tokens) for tokens in (128, 129, 128, 65, 64, 1)] == [True, False, True, False, True, False]
-    assert free.blocks == [0, 0] and not FreeBlocks([]).take(0)
+    assert free.blocks == [0, 0] and not FreeBlocks([], 64, []).take(0)
     few = FreeBlocks([3, 2], 64, [1, 0])
     assert [few.take(64) for _ in range(2)] == [True, False] and few.blocks == [2, 2], "the other takes no request"

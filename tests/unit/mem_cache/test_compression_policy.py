@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, CompressedKV, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, RequestState
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, is_compression_near, ensure_compressed_kv, max_tail, refresh_position
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 
 class FakeViews:

@@ -104,11 +104,11 @@ def test_of_transfers_that_ended_nothing_is_remembered_though_nobody_asks():
     last = LastTransfers(8)
     for index in range(1000):
         last.note(torch.tensor([index % 8]), TracedMark(Counter(), reached=True))
-    assert last.remembered == 1, "the newest, which had not been seen to end"
+    assert len(last.running) == 1, "the newest, which had not been seen to end"
     for _ in range(3):
         last.note(torch.tensor([0]), TracedMark(Counter()))
     last.note(torch.tensor([0]), TracedMark(Counter(), reached=True))
-    assert last.remembered == 4, "those that run, and what came after them"
+    assert len(last.running) == 4, "those that run, and what came after them"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.kvzip import StoredScores
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.compressors.kvzip import KVzap, StoredScores
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))

@@ -15,8 +15,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import nearest
-from sglang_ext.mem_cache.compressors.kvquant import farthest, greatest, levels_of
+from sglang_ext.mem_cache.compressors.level_quantizers import farthest, greatest, levels_of, nearest
 
 TOKENS, HEADS, DIM = 128, 2, 64
 

@@ -11,12 +11,12 @@ from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient
-from sglang_ext.managers.cache_rank.rank_link import connect_rank
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 COVERED = 150
 
@@ -29,9 +29,10 @@ def ranked_views():
     shape = protocol.BufferShape(LAYERS, HEADS, keys.shape[1], DIM, dtype, 1, lanes=2, most=64, places=8, packs=LAYERS)
     rotary = protocol.RotaryParameters(tuple(frequencies.tolist()), interleaved)
     attach = protocol.Attach(protocol.VERSION, 1, shape, 16, compressed_kv.buffers.scaling, "current", 4, 32, rotary)
-    link = connect_rank(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
+    link = RankLink(attach, ExchangeBuffer(shape, torch.device("cpu"), "cpu"), pack=1)
     link._start_process = ScriptedRank
-    client = LayerwiseClient([link], compressed_kv.methods[0], compressed_kv.token_table, compressed_kv.buffers, compressed_kv.queries, 0.0)
+    client = LayerwiseClient([link], compressed_kv.methods[0], compressed_kv.token_table, compressed_kv.buffers, compressed_kv.queries)
+    client.max_wait_seconds = 0.0
     compressed_kv.async_selector = client
     keep(range(100, COVERED), 1)
     return compressed_kv, client, link

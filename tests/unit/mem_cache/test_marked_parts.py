@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels import row_exchange
-from sglang_ext.layers.kernels.selection import select_tokens
-from sglang_ext.layers.kernels.selection.select_tokens import SelectionContexts
+from sglang_ext.layers.kernels import row_exchange, select_tokens
+from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 from sglang_ext.managers.cache_rank import mapped_exchange_buffer
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BufferShape

@@ -15,11 +15,10 @@ from sglang_ext.core import IntegrityError, RequestState
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, max_exact_tail, select_useful_rows, refresh_position
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, set_key_write_callback
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 PAGE = 16
 

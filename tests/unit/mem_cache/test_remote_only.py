@@ -18,9 +18,9 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
 from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
-from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
 TAIL = 10
 
@@ -72,7 +72,7 @@ class Holder(AsyncSelector):
         return self.gone and row in self.alone
 
     def free_blocks(self):
-        return FreeBlocks([self.free])
+        return FreeBlocks([self.free], 1, [99])
 
     def flush(self, row):
         self.settled.append(row)
@@ -98,7 +98,7 @@ class Handed(World):
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=ExchangedRowLayout(),
             async_selector=self.holder,
         )  # fmt: skip
-        self.held = RemoteOnlyKV(self.cache, self.compressed_kv, self.holder, lambda req: method, TAIL)
+        self.held = RemoteOnlyKV(self.cache.nodes, self.compressed_kv, self.holder, lambda req: method, TAIL)
         self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
 
     def renew(self, req):
@@ -193,16 +193,16 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     waiting = SimpleNamespace(
         origin_input_ids=range(200), output_ids=[], req_pool_idx=None, cache_protected_len=0, last_node=world.cache.root_node
     )
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (50, 200, 4 + TAIL)
     world.holder.free = 199
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
     world.renew(req)
-    assert sum(world.held.slot_demand(req, 4).path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
+    assert sum(world.held.slot_demands([(req, 4)], 1.0)[0].path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
     world.held.free_full_kv([req])
-    slot_demand = world.held.slot_demand(req, 4)
+    (slot_demand,) = world.held.slot_demands([(req, 4)], 1.0)
     assert not slot_demand.path_slots_freed and (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 4 + 2)
 
 

@@ -13,7 +13,7 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressors import ContextKV, top_positions
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines.tova import Tova
 from sglang_ext_bench.baselines.true_query import TrueQuery
 

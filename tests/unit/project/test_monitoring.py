@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sglang_ext.managers import feature, metrics
-from sglang_ext.managers.kv_transfer import link_metrics
+from sglang_ext.managers.kv_transfer import transfer_metrics
 
 FOLDER = Path(__file__).parents[3] / "examples/monitoring"
 PANELS = [panel for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"] if panel["type"] != "row"]
@@ -18,7 +18,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 def exported() -> dict[str, set[str]]:
     """The labels of each metric ``sglang_ext:*``, by the name that Prometheus has, without that prefix."""
-    sources = [pkgutil.resolve_name(entry.target) for entry in feature.FEATURES]
+    sources = [pkgutil.resolve_name(name) for name in feature.FEATURES]
     gauges, counters = dict(metrics.GAUGES), dict(metrics.COUNTERS)
     for source in sources:
         gauges.update(source.gauges)
@@ -26,8 +26,8 @@ def exported() -> dict[str, set[str]]:
     found = {name: set(label) for name, (_, *label) in gauges.items()}
     # The known values of a counter's label follow it.
     found |= {f"{name}_total": set(rest[:1]) for name, (_, *rest) in counters.items()}
-    found |= {name: set() for name in (*link_metrics.GAUGES, f"{link_metrics.RECONNECTS}_total")}
-    found |= {f"{name}_total": {label} for role in link_metrics.COUNTERS.values() for name, (_, label, _) in role.items()}
+    found |= {name: set() for name in (*transfer_metrics.GAUGES, f"{transfer_metrics.RECONNECTS}_total")}
+    found |= {f"{name}_total": {label} for role in transfer_metrics.COUNTERS.values() for name, (_, label, _) in role.items()}
     return found | {"accept_length_bucket": {"le"}, "accept_length_sum": set(), "accept_length_count": set()}
 
 

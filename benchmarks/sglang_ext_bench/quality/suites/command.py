@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
 from sglang_ext_bench.prompts import Tokenizer, load_tokenizer

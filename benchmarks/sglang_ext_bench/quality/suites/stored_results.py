@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench import report
 from sglang_ext_bench.quality.suites.case import SuiteCase
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon import fragments
 from sglang_ext.layers.kernels.gluon.tiles import (
     CODE,
     LOG2E,
@@ -70,8 +70,7 @@ def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
 
     Args:
         words: int32 [cells, tokens, words], the keys' codes.
-        queries: float16 [bytes, columns] for each part.
-        sums: Sums of the queries' channels, float32 [columns].
+        queries, sums: float16 [bytes, columns] for each part, and sums of their channels, float32 [columns].
         scale, zero: In shared memory, [1, tokens].
     """
     COUNT: gl.constexpr = F.value.bytes
@@ -170,10 +169,7 @@ def scaled_weights(weights, scale, F: gl.constexpr):
 def add_values(outputs, words, weights, F: gl.constexpr):
     """Add the weighted values to the outputs by part and unit, float32 [bytes of a unit, columns], divided by CODE.
 
-    Args:
-        outputs: Outputs of each part's units.
-        words: int32 [cells, tokens, words] for each unit, the values' codes.
-        weights: float16 [tokens, columns] for each group.
+    ``words``: int32 [cells, tokens, words] for each unit, the values' codes. ``weights``: float16 [tokens, columns] for each group.
     """
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units
@@ -195,7 +191,7 @@ def add_values(outputs, words, weights, F: gl.constexpr):
 
 # Weights are scaled up so that the greatest is 2 ** HEADROOM. Multiplied by a small scale, they are still not subnormal.
 HEADROOM = gl.constexpr(6.0)
-WEIGHTS = gl.constexpr((*assembly.weights("f16"), gl.float16))
+WEIGHTS = gl.constexpr((*fragments.weights("f16"), gl.float16))
 PARAMETERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 

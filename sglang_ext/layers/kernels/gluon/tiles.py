@@ -1,19 +1,16 @@
-"""Building blocks of the tensor-core kernels, in Gluon.
-
-They convert codes to numbers and scores to weights in registers, and define the positions of channels there. They also store the results of
-splits as ``store_split`` of ../flash_decoding.py does, for its ``merge_splits``.
+"""Building blocks of the tensor-core kernels, in Gluon. They convert codes to numbers and scores to weights in registers, and store the results
+of splits as ``store_split`` of ../flash_decoding.py does.
 
 No layout conversion moves data between registers or lanes. Otherwise it would not compile. fragments.py defines the layouts.
 
-:func:`exact_split` is the softmax over the exact tokens of a row, by one warp. It does what ``exact_split`` of ../flash_decoding.py does,
-and stores it.
+:func:`exact_split` is the softmax over the exact tokens of a row, by one warp, as ``exact_split`` of ../flash_decoding.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly, fragments
+from sglang_ext.layers.kernels.gluon import fragments
 
 
 @gluon.jit
@@ -38,8 +35,8 @@ SUM, A, B = (gl.constexpr(part) for part in (fragments.SUM, fragments.A, fragmen
 # Layout of one number per query: [columns].
 QUERY = gl.constexpr(gl.SliceLayout(0, fragments.SUM))
 # Factor of a code in its float16 number.
-CODE = gl.constexpr(2.0**-assembly.SUBNORMAL)
-PRODUCTS = gl.constexpr(assembly.products())
+CODE = gl.constexpr(2.0**-fragments.SUBNORMAL)
+PRODUCTS = gl.constexpr(fragments.PRODUCTS)
 
 
 @gluon.jit
@@ -51,9 +48,9 @@ def as_wide(numbers, like):
 
 @gluon.jit
 def numbers_of(words, ASSEMBLY: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part.
+    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part, in LAYOUT.
 
-    ASSEMBLY takes words of TOKENS tokens, 1 or 2. LAYOUT is the layout of the result.
+    ASSEMBLY takes words of TOKENS tokens, 1 or 2.
     """
     words = gl.expand_dims(words, 3)
     # Each of a word's four numbers has the whole word as its input. One of the four input registers is the word.
@@ -116,9 +113,9 @@ def store_rows(partial, place, splits, found, total, first, COUNT: gl.constexpr,
     gl.store(at, found / gl.where(total > 0, total, 1.0), mask=(column < F.value.group) & (total > 0))
 
 
-PAIRED = gl.constexpr(assembly.paired_tokens())
-IN_FLOAT16 = gl.constexpr((*assembly.weights("f16"), gl.float16))
-IN_BFLOAT16 = gl.constexpr((*assembly.weights("bf16"), gl.bfloat16))
+PAIRED = gl.constexpr(fragments.PAIRED_TOKENS)
+IN_FLOAT16 = gl.constexpr((*fragments.weights("f16"), gl.float16))
+IN_BFLOAT16 = gl.constexpr((*fragments.weights("bf16"), gl.bfloat16))
 # Tokens of a step.
 STEP = gl.constexpr(32)
 

@@ -118,7 +118,7 @@ def or_bits(target, index, width, TOGETHER: tl.constexpr):
     place = tl.reshape(index_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
     start = tl.min(place, 2)
     index = tl.reshape(index.to(tl.uint64), (CHUNK, BLOCK // TOGETHER, TOGETHER))
-        # A shift by 64 occurs only for indices of 0 bits.
+    # A shift by 64 occurs only for indices of 0 bits.
     shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
     word = tl.sum(index << shift, 2)
     at = target + start // UNIT

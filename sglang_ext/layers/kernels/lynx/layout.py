@@ -239,11 +239,7 @@ class PageTensors:
 
     @classmethod
     def from_tensors(cls, tensors: "Sequence[torch.Tensor] | PageTensors") -> "PageTensors":
-        """Create from tensors whose channels may be [heads, dim].
-
-        Raises:
-            ValueError: The tensors differ, or channels are not contiguous.
-        """
+        """Create from tensors whose channels may be [heads, dim]. Raises ValueError if they differ, or channels are not contiguous."""
         if isinstance(tensors, PageTensors):
             return tensors
         flat = tuple(tensor.view(len(tensor), -1) for tensor in tensors)
@@ -257,19 +253,11 @@ class PageTensors:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """Addresses of the tensors, int64 [parts], on the device.
-
-        Raises:
-            ValueError: As in :func:`addresses`.
-        """
+        """Addresses of the tensors, int64 [parts], on the device. Raises ValueError as :func:`addresses`."""
         return addresses(self.tensors)
 
     def check(self, layout: PageLayout, slots: torch.Tensor | None) -> None:
-        """Check that the tensors' ``slots`` hold pages of ``layout``.
-
-        Raises:
-            ValueError: Names the difference.
-        """
+        """Check that the tensors' ``slots`` hold pages of ``layout``. Raises ValueError that names the difference."""
         one = self.tensors[0]
         if one.shape[1] != layout.channels or one.dtype != layout.dtype:
             raise ValueError(

@@ -90,11 +90,7 @@ def first_reaching(bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bins(codes: torch.Tensor, scales: ChunkScales, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """First ordinal and last index of each code's bin, int64 [rows, 32, channels].
-
-    Args:
-        codes: int64 [rows, 32, channels].
-    """
+    """First ordinal and last index of each code's bin, int64 [rows, 32, channels], as ``codes``."""
     # Computed per chunk, because a chunk has fewer bounds than numbers.
     ends = scales.mu[:, None] + scales.sigma[:, None] * torch.tensor(bounds(bits), device=codes.device)[:, None]
     reached = first_reaching(ends, dtype)
@@ -125,12 +121,9 @@ def positions(width: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, to
 
 
 def encode_indices(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """The exact residual stream, uint8 [bytes].
+    """The exact residual stream, uint8 [bytes], of indices in bins and the bins' last indices, int64 [rows, 32, channels] each.
 
-    Args:
-        index: int64 [rows, 32, channels], indices in bins.
-        last: int64 [rows, 32, channels], last indices of the bins.
-        coded: bool [rows, 32, 1], tokens of the page that are not sinks.
+    ``coded``: bool [rows, 32, 1], tokens of the page that are not sinks.
     """
     width = widths(last) * coded
     place, starts = positions(width, layout)
@@ -230,18 +223,10 @@ def _reached(
 
 
 def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor streams of adjacent pages, and the residual streams of the 8-bit reference.
+    """Anchor streams of adjacent pages, uint8 [parts, coded_bytes], and the residual streams of the 8-bit reference, uint8 [parts, int8_bytes].
 
-    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, with the same number of
-    operations.
-
-    Args:
-        x: [tokens, parts * channels] of the layout's dtype.
-        layout: Layout of one page.
-
-    Returns:
-        Anchors, uint8 [parts, coded_bytes], and residuals, uint8 [parts, int8_bytes]. If a header says raw, the scales and codes have
-        no meaning.
+    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, ``x`` [tokens, parts * channels],
+    with the same number of operations. If a header says raw, the scales and codes have no meaning.
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)

@@ -1,6 +1,6 @@
 """Kernels that write pages to host memory as residuals and anchors, or whole, and read them back.
 
-mem_cache/host_tier/residuals.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
+mem_cache/host_tier/page_copies.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
 32 tokens, of one buffer of one page. If a page's size marks it as whole, its numbers are copied unchanged. Data in host memory may
 be corrupted. The kernels therefore never read outside the page's host memory.
 """
@@ -132,11 +132,7 @@ def write_rooms(
     DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     LIKE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Write pages to host memory. The residuals' bits are ORed into zeros.
-
-    Args:
-        heads: int32, first unit of each tile's bits, in the order of ``count_bits``' units.
-    """
+    """Write pages to host memory. The residuals' bits are ORed into zeros. ``heads``: int32, first unit of each tile's bits."""
     page = tl.program_id(2)
     number, pool = _buffer(key_table, value_table, LAYERS, LIKE)
     row, channel = _tile(BLOCKS)

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.lynx.chunk_scales import page_gamma
 from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import (
@@ -31,7 +30,7 @@ from sglang_ext.layers.kernels.lynx.layout import (
     levels,
     max_level,
 )
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, pair_places, slots_of
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, page_gamma, pair_places, slots_of
 
 
 @triton.jit
@@ -64,10 +63,8 @@ def _store_quads(
 ):  # fmt: skip
     """Decode a complete row of chunks without sinks, for codes of 4 bits and numbers of 16 bits.
 
-    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens].
-
-    Args:
-        mu, sigma: float32 [quads], four of each.
+    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens]. ``mu`` and
+    ``sigma``: float32 [quads], four of each.
     """
     COUNT: tl.constexpr = 16 if rests is None else 256
     table, four = tl.load(meanings + tl.arange(0, COUNT)), CHANNELS // 8
@@ -102,8 +99,7 @@ def decode_tiles(
 ):  # fmt: skip
     """Decode one row of chunks of PAIRS pairs of channels of a part.
 
-    Args:
-        meanings: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
+    ``meanings``: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
     """
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2
@@ -268,11 +264,7 @@ def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _slot_stride(parts: PageTensors) -> int:
-    """Elements from one token to the next.
-
-    Raises:
-        ValueError: The stride is not a multiple of four channels, so four channels are not one word.
-    """
+    """Elements from one token to the next. Raises ValueError if four channels are not one word."""
     stride = parts.tensors[0].stride(0)
     if stride % 4:
         raise ValueError(f"tokens {stride} elements apart: kernels read four channels at once; pass a contiguous copy")

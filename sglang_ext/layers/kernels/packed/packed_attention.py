@@ -71,11 +71,8 @@ def parameters(
         table: The block's slots that hold its scales, then its zero points.
         first: Index, within the block, of the first scale to load. The others are in the same cell.
         offset: Channel within a part. ``first`` and ``offset`` are broadcast, without the tile axis along which scales are equal.
-        COUNT: Scales of a block.
-        CELL: Numbers in a cell.
-        slot_numbers: Numbers from one slot to the next.
-        PART: Channels of a part.
-        UNIT: Channels that share a scale.
+        COUNT, CELL: Scales of a block, and numbers in a cell.
+        PART, UNIT: Channels of a part, and channels that share a scale.
     """
     s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0)
     s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
@@ -103,12 +100,8 @@ def dequantize(
 ):  # fmt: skip
     """Dequantize a tile of bytes of one block into four tiles of LIKE: those of the ``8 // BITS`` parts, repeated.
 
-    Args:
-        raw: uint8, with three axes.
-        s0, z0, s1, z1, s2, z2, s3, z3: From :func:`parameters`.
-        levels: Value of each code, for TABLE.
-        AXIS: Axis of ``raw`` along which scales are equal.
-        FAST: Use NVIDIA instructions. LIKE is then float16, BITS is 2 or 4, and there is no table.
+    ``raw``, uint8, has three axes; scales and zero points (:func:`parameters`) are equal along ``AXIS``. ``levels`` has the value of each code,
+    for TABLE. FAST uses NVIDIA instructions: LIKE is then float16, BITS is 2 or 4, and there is no table.
     """
     s0, z0 = _broad(s0, z0, AXIS, BITS, FAST)
     if BITS == 8:

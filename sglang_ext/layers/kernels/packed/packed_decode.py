@@ -4,13 +4,10 @@ The first splits of a request read its packed blocks. The other splits read its 
 log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
 
 The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
-accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
-reads blocks whose scales are shared by both tokens and channels.
+accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
+packed_attention.py. Some blocks have no kernel (:func:`check_readable`).
 
 With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
-
-:func:`choose_splits` chooses the number of splits so that a GPU's multiprocessors are busy to the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +25,10 @@ from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
 from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
 from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
-from sglang_ext.layers.kernels.hack.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.pack_blocks import PackedBlocks
 from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 
 # Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
 # tokens of a channel do, EXACT for exact tokens.
@@ -44,14 +42,14 @@ GLUON_OPTIONS = {"num_warps": 1}
 
 @dataclass(frozen=True)
 class PackedAttentionCall:
-    """Arguments of both kernels, from packed_decode.py.
+    """Arguments of all kernels over packed blocks.
 
     Attributes:
         rotated: Queries, rotated as the packed keys are.
         parts: Partial results of the splits.
     """
 
-    packing: Packing
+    packing: PackedBlocks
     queries: torch.Tensor
     rotated: torch.Tensor
     keys: torch.Tensor
@@ -70,11 +68,7 @@ class PackedAttentionCall:
         return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
 
     def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
-        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU.
-
-        Raises:
-            OptionError: None fits.
-        """
+        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU. Raises OptionError if none fits."""
         packing, keys = self.packing, self.keys
 
         def what() -> str:
@@ -86,23 +80,24 @@ class PackedAttentionCall:
 
     @property
     def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
-        """The output buffers of the splits and the arguments that follow them in both kernels."""
+        """The output buffers of the splits and the arguments that follow them in all kernels."""
         steps = *self.keys.stride()[:2], *self.values.stride()[:2]
         return self.parts.partial, self.parts.lse, self.scaling, *steps
 
 
-def launch_gluon(call: PackedAttentionCall, constants: PackedFragments) -> None:
-    """Launch the kernel of gluon/packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
-    keys, values = call.keys, call.values
+def launch_gluon(call: PackedAttentionCall, constants: PackedFragments | IntegerFragments) -> None:
+    """Launch a Gluon kernel: integer_blocks.py or packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
+    keys, values, is_integer = call.keys, call.values, isinstance(constants, IntegerFragments)
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
-    packed_splits_gluon[call.grid(call.group)](
-        call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+    kernel, queries = (integer_splits_gluon, (call.queries,)) if is_integer else (packed_splits_gluon, (call.queries, call.rotated))
+    kernel[call.grid(call.group)](
+        *queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
         *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
 
 
 def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
-    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of :func:`~.packed_codes.dequantize`, if the method allows it."""
+    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of ``dequantize``, if the method allows it."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
     key_levels, value_levels = call.packing.levels(keys.device)
@@ -135,12 +130,9 @@ WARP_TOKENS = 64
 
 
 def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
-    """Launch the Triton kernel that reads the splits.
+    """Launch the Triton kernel of integer_attention.py.
 
-    Args:
-        call: The arguments of the attention.
-        stored_sums: Read the stored sums of codes. If false, each step computes them (for benchmarks).
-        exact_tail: Read tokens after the blocks exactly. If false, each step quantizes their values (for benchmarks).
+    Benchmarks set ``stored_sums`` to false to compute the sums of codes in each step, and ``exact_tail`` to quantize values after the blocks.
     """
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     partition, dim = key.grid.channels, key.dim
@@ -165,16 +157,6 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
     call.launch("integers", choices, with_tile)
 
 
-def launch_gluon_integers(call: PackedAttentionCall, constants: IntegerFragments) -> None:
-    """Launch the kernel of gluon/integer_blocks.py, whose sizes are the same for all GPUs."""
-    keys, values = call.keys, call.values
-    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
-    integer_splits_gluon[call.grid(call.group)](
-        call.queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
-        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
-    )  # fmt: skip
-
-
 # Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
 RESIDENT = 8
 MOST_PARTS = 128
@@ -189,12 +171,8 @@ OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
 def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
     """Numbers of splits of each row's blocks, and of its exact tokens, with the shortest total time.
 
-    All splits take the same time. The total depends on the number of waves and the duration of a split.
-
-    Args:
-        rows: Rows of the batch, times KV heads.
-        room: Programs that run at the same time.
-        bits: Bits of a code.
+    All splits take the same time. The total depends on the number of waves, of ``room`` programs at a time, and the duration of a split.
+    ``rows``: rows of the batch, times KV heads. ``bits``: bits of a code.
     """
 
     def time(parts: int) -> float:
@@ -228,16 +206,11 @@ def multiplies_integers(keys: torch.Tensor) -> bool:
     return found is None or found >= AMPERE
 
 
-def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
-    """The constants of the Gluon kernel. None if it does not support the blocks or the device.
+def fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
+    """The constants of the Gluon kernel for ``group`` queries per KV head. None if it does not support the blocks or the device.
 
     It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
-    levels, or values whose tokens share scales.
-
-    Args:
-        packing: How blocks are packed.
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
-        group: Queries that share a KV head.
+    levels, or values whose tokens share scales. ``keys`` and ``values`` are one layer's buffers, [slots, kv_heads, dim].
     """
     key, value = packing.keys, packing.values
     plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
@@ -252,7 +225,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
-def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
+def integer_fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel for integer products. None if it does not support the blocks or the device.
 
     It supports 16-bit pools. Partitions of 64: heads of 128 channels in 4 or 2 bits, or of 64 channels in 4 bits, with up to 8 queries per
@@ -271,19 +244,15 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
     return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
-def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+def max_resident_programs(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
-    if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
+    if not (fragments(packing, keys, values, group) or integer_fragments(packing, keys, values, group)):
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
-def check_readable(packing: Packing, keys: torch.Tensor) -> None:
-    """Check that a kernel reads such blocks.
-
-    Args:
-        packing: How blocks are packed.
-        keys: One layer's buffer.
+def check_readable(packing: PackedBlocks, keys: torch.Tensor) -> None:
+    """Check that a kernel reads such blocks of a layer's buffer ``keys``.
 
     Raises:
         OptionError: The blocks hold more than codes, scales, zero points and sums, their scales are shared in an unsupported way, or
@@ -315,7 +284,7 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
 
 
 def packed_decode(
-    packing: Packing,
+    packing: PackedBlocks,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -333,8 +302,7 @@ def packed_decode(
         queries: [requests, heads, dim].
         keys, values: One layer's buffers, [slots, kv_heads, dim].
         token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
-        rows: int64 [requests], rows of the table.
-        lengths: int64 [requests], slots of each row.
+        rows, lengths: int64 [requests], rows of the table, and slots of each.
         packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
         scaling: Factor on query-key products, positive.
         splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.
@@ -349,14 +317,11 @@ def packed_decode(
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
     parts = SplitOutputs(queries, values.shape[2], splits)
     call = PackedAttentionCall(packing, queries, rotated, keys, values, table, scaling, parts)
-    constants = fragments(packing, keys, values, call.group)
-    integers = integer_fragments(packing, keys, values, call.group)
-    if integers is not None:
-        launch_gluon_integers(call, integers)
+    constants = integer_fragments(packing, keys, values, call.group) or fragments(packing, keys, values, call.group)
+    if constants is not None:
+        launch_gluon(call, constants)
     elif packing.keys.sums:
         launch_integers(call)
-    elif constants is not None:
-        launch_gluon(call, constants)
     else:
         launch_triton(call, fast=has_ptx(keys) and keys.element_size() == 2)
     if to_values is None:

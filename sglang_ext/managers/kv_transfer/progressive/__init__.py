@@ -5,7 +5,7 @@
     lynx_codec.py       pages as anchor and residual
     compatibility.py    pool, codec, settings and endpoint of a rank, and checks that two servers are compatible
     handshakes.py       control messages, and at the prefill server the match of the senders and the receivers of rooms
-    rooms.py            an outgoing room at the prefill server, an incoming room at the decode server
+    rooms.py            an outgoing room at the prefill server, an incoming room at the decode server, and a prompt's newest queries
     decode_peers.py     prefill: the link to a decode rank, and the threads that encode pages and offer them to the link
     manager.py          one per rank: owns these parts, receives control messages; decode: the known prefill servers
     sender.py           SGLang's interface to an outgoing room

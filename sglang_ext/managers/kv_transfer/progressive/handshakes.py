@@ -14,13 +14,11 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Protocol
 
-import msgspec
 from msgspec import Meta
 
-from sglang_ext.managers.kv_transfer.wire import Message, Reason, Room, WireError
+from sglang_ext.managers.kv_transfer.wire import Message, Reason, Room, make_decoder
 
 CONTROL_VERSION = 5
 MAX_CONTROL_BYTES = 1 << 16
@@ -34,14 +32,12 @@ class RoomMetadata(Message, tag="metadata"):
 
     Attributes:
         version: ``CONTROL_VERSION`` of the decode side. The fields stay the same in all versions, so that any two versions can refuse each other.
-        room: SGLang's ``bootstrap_room`` of the request.
         host, port: Address of the decode rank's control socket, for replies.
         endpoint: Endpoint of its link server.
         settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
         aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
-            (prompt_queries.py).
-        prefix: Prompt tokens whose KV the decode side already has.
-        tokens: Prompt tokens.
+            (rooms.py).
+        prefix, tokens: Prompt tokens whose KV the decode side already has, and all prompt tokens.
         link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
             messages name the attempt by this number.
         coded: Begin and end of the prompt tokens to transfer as quantized KV, in whole blocks. Equal if there are none.
@@ -61,11 +57,7 @@ class RoomMetadata(Message, tag="metadata"):
 
 
 class Abort(Message, tag="abort"):
-    """The decode side has ended an attempt.
-
-    Attributes:
-        link_room: Number of the attempt. Its metadata may not have been sent.
-    """
+    """The decode side has ended the attempt ``link_room``. Its metadata may not have been sent."""
 
     room: Room
     reason: Reason
@@ -73,11 +65,7 @@ class Abort(Message, tag="abort"):
 
 
 class Failed(Message, tag="failed"):
-    """The prefill side stops sending a room, or never started.
-
-    Attributes:
-        link_room: Number of the attempt that it ends.
-    """
+    """The prefill side ends the attempt ``link_room``: it stops sending the room, or never started."""
 
     room: Room
     reason: Reason
@@ -95,22 +83,9 @@ def retry_room(room: int, rid: str) -> int:
 
 
 Control = RoomMetadata | Abort | Failed
-_decoder = msgspec.msgpack.Decoder(Control)
-encode_control = msgspec.msgpack.Encoder().encode
-
-
-def decode_control(data: bytes) -> Control:
-    """Decode a message of another manager.
-
-    Raises:
-        WireError: The data is too long, or is not a message of this version.
-    """
-    if len(data) > MAX_CONTROL_BYTES:
-        raise WireError(f"a control message of {len(data)} bytes; at most {MAX_CONTROL_BYTES} are read: the peer speaks another protocol")
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no control message of version {CONTROL_VERSION}: {error}; use backend progressive on both sides") from error
+decode_control: Callable[[bytes], Control] = make_decoder(
+    Control, "control message", CONTROL_VERSION, MAX_CONTROL_BYTES, "; use backend progressive on both sides"
+)
 
 
 # Most unmatched attempts, most ended senders and most finished attempts that are kept. The oldest one is dropped first.
@@ -118,18 +93,10 @@ MAX_WAITING = 4096
 
 
 class WaitingSender(Protocol):
-    """A sender that may be matched with an attempt. Its methods are called from any thread.
-
-    Attributes:
-        room: SGLang's ``bootstrap_room``.
-        tokens: Tokens of the prompt.
-    """
+    """A sender of a prompt of ``tokens`` tokens that may be matched with an attempt. Its methods are called from any thread."""
 
     room: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt."""
+    tokens: int
 
     def on_metadata(self, metadata: RoomMetadata) -> None:
         """Begin to send: the decode side has slots for this request."""
@@ -138,33 +105,21 @@ class WaitingSender(Protocol):
         """End the request, because the decode side has ended it."""
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A sender that ended before it was matched with an attempt."""
-
-    room: int
-    reason: str
-
-
 class Handshakes:
-    """Senders and attempts that wait for each other.
-
-    Args:
-        refuse: Called with metadata that no sender will serve, and the reason.
-    """
+    """Senders and attempts that wait for each other. ``refuse`` is called with metadata that no sender will serve, and the reason."""
 
     def __init__(self, refuse: Callable[[RoomMetadata, str], None]) -> None:
         self._refuse = refuse
         self._lock = threading.Lock()
         self._senders: list[WaitingSender] = []
-        self._ended: list[_Ended] = []
+        # Rooms of senders that ended before they were matched with an attempt, and the reasons.
+        self._ended: list[tuple[int, str]] = []
         self._attempts: list[RoomMetadata | Abort] = []
         # By link_room: senders that were matched with an attempt, and attempts whose sender has left.
         self._matched: dict[int, WaitingSender] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """The number of senders that have not left."""
         return len(self._senders) + len(self._matched)
 
     def join(self, sender: WaitingSender) -> None:
@@ -190,7 +145,7 @@ class Handshakes:
         with self._lock:
             if sender in self._senders:
                 self._senders.remove(sender)
-                self._ended.append(_Ended(sender.room, reason))
+                self._ended.append((sender.room, reason))
                 del self._ended[:-MAX_WAITING]
             for link_room in [link_room for link_room, each in self._matched.items() if each is sender]:
                 del self._matched[link_room]
@@ -247,14 +202,14 @@ class Handshakes:
         return found
 
     def _pop_ended(self, room: int) -> str | None:
-        found = next((each for each in self._ended if each.room == room), None)
+        found = next((each for each in self._ended if each[0] == room), None)
         if found is None:
             return None
         self._ended.remove(found)
-        return found.reason
+        return found[1]
 
     def _keep(self, attempt: RoomMetadata | Abort) -> RoomMetadata | Abort | None:
-        """Keep an attempt until its sender joins. Return the oldest attempt if it is dropped, else None."""
+        """Keep an attempt until its sender joins. Return the oldest one if it is dropped for that."""
         self._attempts.append(attempt)
         return self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
 

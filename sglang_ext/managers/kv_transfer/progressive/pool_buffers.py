@@ -1,6 +1,4 @@
-"""Memory of a rank's transfers: its KV pool and its auxiliary records, built from the addresses and lengths that SGLang passes to transfer
-backends, and host memory for pages.
-"""
+"""Memory of a rank's transfers: its KV pool and auxiliary records, at the addresses that SGLang passes, and host memory for pages."""
 
 import ctypes
 import logging
@@ -11,15 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
 from sglang_ext.layers.kernels.lynx.layout import PageTensors
-from sglang_ext.layers.kernels.pages import gather_rows, has_whole_words, scatter_rows
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import LayerRange
+from sglang_ext.layers.kernels.kv_copies import gather_rows, has_whole_words, scatter_rows
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +38,6 @@ class HostBlocks:
     For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins more blocks before they
     are needed, up to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that
     long-lived pieces do not hold blocks of short-lived ones.
-
-    Args:
-        device: Device of the pages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,8 +70,7 @@ class HostBlocks:
         return taken
 
     def take_unshared(self, size: int) -> np.ndarray:
-        """Return uint8 [size] for data that is kept until other parts of its room arrive. On a CPU, it shares no block and is freed with
-        its last use."""
+        """Return uint8 [size] for data that is kept until other parts of its room arrive. On a CPU, it shares no block."""
         return self.take(size) if self._device.type == "cuda" else np.empty(size, np.uint8)
 
     def _block(self, size: int) -> np.ndarray:
@@ -145,17 +139,11 @@ def _pinned(device: torch.device) -> np.ndarray:
 FIRST = -1
 
 
-class _DeviceMemory:
-    """Bytes at an address of a CUDA device, in the form that torch wraps without a copy."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
-
-
 def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
     """Wrap memory that SGLang owns as uint8 [size]. The memory must outlive the tensor."""
     if device.type == "cuda":
-        return torch.as_tensor(_DeviceMemory(address, size), device=device)
+        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
@@ -165,10 +153,8 @@ class PoolBuffers:
 
     Attributes:
         args: SGLang's arguments. Keys of all layers come before values of all layers.
-        dtype: Dtype of an element.
         heads: KV heads on this rank.
         key_dim, value_dim: Elements of a head.
-        device: Device of the pool.
     """
 
     args: KVArgs
@@ -290,12 +276,7 @@ class PoolBuffers:
         return torch.cuda.current_stream(self.device).record_event().synchronize
 
     def copy_to_host(self, parts: Iterable[torch.Tensor], size: int) -> Callable[[], memoryview]:
-        """Start to copy parts to host memory, one after another. Return a function that waits for the copies, in any thread.
-
-        Args:
-            parts: Contiguous tensors of any dtype, on this device.
-            size: Bytes of all parts.
-        """
+        """Start to copy contiguous tensors of ``size`` bytes in all to host memory. Return a function that waits, in any thread."""
         content, begin = self.blocks.take(size), 0
         for part in parts:
             torch.from_numpy(content[begin : begin + part.nbytes]).copy_(part.view(torch.uint8).flatten(), non_blocking=True)
@@ -320,11 +301,7 @@ class PoolBuffers:
 
 @dataclass(frozen=True)
 class AuxRecords:
-    """Other data of a request that the decode side needs, such as its first token: a row in each of SGLang's metadata buffers.
-
-    Attributes:
-        args: SGLang's arguments. The buffers are in host memory.
-    """
+    """Other data of a request that the decode side needs, such as its first token: a row in each of SGLang's buffers in host memory."""
 
     args: KVArgs
 
@@ -340,11 +317,7 @@ class AuxRecords:
         )
 
     def write(self, index: int, record: memoryview) -> None:
-        """Write a request's rows.
-
-        Raises:
-            LinkError: The record has another size.
-        """
+        """Write a request's rows. Raise ``LinkError`` if the record has another size."""
         if len(record) != sum(self.sizes):
             raise LinkError(f"an auxiliary record has {len(record)} bytes; here it has {sum(self.sizes)}: start both servers alike")
         begin = 0

@@ -9,7 +9,8 @@ from rank_helpers import attach
 from rank_socket import serve
 
 from sglang_ext.managers.cache_rank import protocol, selection_runner
-from sglang_ext.managers.cache_rank.exchange_buffer import DONE, ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank.protocol import DONE
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
 from sglang_ext.managers.cache_rank.protocol import SelectionRequest
 from sglang_ext.managers.cache_rank.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
 

@@ -19,7 +19,7 @@ class ModelRank:
     epoch = 1
 
     def __init__(self, blocks, places):
-        self.settings = SimpleNamespace(attach=SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES)))
+        self.attach = SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES))
         self.exchange_buffer, self._number = self, 0
         self._free, self._put, self._coming = list(range(places)), {}, []
         self.held, self.leased = {}, {}
@@ -99,9 +99,9 @@ class Requests:
         self.begun += 1
         new = [1000 * self.begun + each for each in range(count - first)]
         tokens, slots = tokens + new, slots + self.written(new)
-        names = block_hashes("", tokens[: self.chance.choice((count, count // 2))])
         lease, covered = self.leases.open(), self.chance.randrange(1, count + 1)
-        self.running.append(SimpleNamespace(lease=lease, tokens=tokens, slots=slots, covered=covered, names=names, is_alone=False))
+        lease.names = block_hashes("", tokens[: self.chance.choice((count, count // 2))])
+        self.running.append(SimpleNamespace(lease=lease, tokens=tokens, slots=slots, covered=covered, is_alone=False))
 
     def end(self, request):
         self.running.remove(request)
@@ -124,13 +124,13 @@ class Requests:
             return
         request.covered = min(len(request.tokens), request.covered + self.chance.choice((0, 0, 10, 100, 1000)))
         try:
-            self.leases.extend(request.lease, torch.tensor(request.slots[: request.covered]), dict(enumerate(request.names)).get)
+            self.leases.extend(request.lease, torch.tensor(request.slots[: request.covered]))
         except MemoryFull:
             self.full += 1
 
     def check(self):
         self.rank.take(1 << 10)
-        readers = [0] * self.rank.settings.attach.blocks
+        readers = [0] * self.rank.attach.blocks
         for request in self.running:
             blocks = request.lease.blocks
             assert self.rank.leased[request.lease.lane] == blocks

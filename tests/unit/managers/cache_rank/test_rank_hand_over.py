@@ -232,7 +232,7 @@ def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(m
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():
-        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        held = {row: request.held for row, request in world.steps._requests.items()}
         return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
 
     expected = []

@@ -16,8 +16,8 @@ from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest
 from sglang_ext.managers.cache_rank import rank_link
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import NUMBER_BITS, Append
-from sglang_ext.managers.cache_rank.timeline import PackTimeline, read
 from sglang_ext.mem_cache.selection.predictors import RegressedQuery
+from sglang_ext_bench.longcot.packs import read_events
 
 COVERED, KEEP, MOST = 300, 64, 256
 
@@ -201,11 +201,11 @@ def test_nothing_waits_for_a_rank_that_is_gone_and_the_next_has_the_keys_anew(mo
 
 
 def test_a_timeline_tells_of_each_pack_when_it_was_reached_asked_chosen_and_written(tmp_path):
-    world, rank = asked(timeline=PackTimeline(tmp_path / "times"))
+    world, rank = asked(timeline=tmp_path / "times")
     rank.answer(*rank.asks())
     world.step()
     world.step()
-    events = list(read(tmp_path / "times"))
+    events = list(read_events(tmp_path / "times"))
     assert [event.kind for event in events] == ["reached", "asked", "chosen", "reached", "written", "asked", "reached", "missed"]
     assert {(event.first, event.count) for event in events} == {(0, LAYERS)}
     _, asked_, chosen, _, written = events[:5]
@@ -320,18 +320,17 @@ def test_choices_are_asked_for_as_often_as_the_flag_says(start):
     assert world.steps.taken == 4 and not +world.steps.missed
 
 
-def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_answers(start):
-    world = start()
-    world.begin(1, 300, 64)
-    world.step()
-    world.steps.max_wait_seconds = 0.0
-    for _ in range(60):
+def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_answers():
+    world, rank = asked()
+    for number in range(1, 13):
         world.step()
-        time.sleep(0.001)
-    assert world.steps.taken > 5 and world.steps.missed["late"] < 60
-    world.steps.max_wait_seconds = 20.0
-    world.step(), world.step()
-    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
+        assert len(rank.asks()) == 1 + (number - 1) // 3
+        if number % 3 == 0:
+            rank.answer(rank.asks()[-1], some_of(number, rank.asks()[-1]))
+    world.step()
+    assert [ask.positions for ask in rank.asks()] == [(300,), (304,), (307,), (310,), (313,)]
+    assert torch.equal(world.led(1), selected(world, 12, [rank.asks()[3]]))
+    assert world.steps.taken == 4 and world.steps.missed["late"] == 9
 
 
 def test_a_rank_that_is_killed_costs_choices_until_another_has_the_keys(start):

@@ -25,7 +25,7 @@ def pass_time(monkeypatch):
 def broken_link():
     """A link whose processes end at once."""
     told = attach()
-    return links.RankLink(links.RankSettings(told), ExchangeBuffer(told.shape, torch.device("cpu"), "cpu"), Broken)
+    return links.RankLink(told, ExchangeBuffer(told.shape, torch.device("cpu"), "cpu"), start_process=Broken)
 
 
 class Broken:
@@ -49,7 +49,7 @@ def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_ask
         pass_time(links.RESTART_SECONDS * 2**links.MAX_STARTS)
         link.packs, link._ready_since = links.split_into_packs(4, 2), time.monotonic() - seconds
         link.poll()
-    assert link.has_given_up == has_given_up and (link.starts == links.MAX_STARTS) == has_given_up
+    assert link.has_given_up == has_given_up and (link.epoch == links.MAX_STARTS) == has_given_up
 
 
 def test_after_processes_that_never_answer_no_more_are_started(pass_time, caplog):
@@ -57,7 +57,7 @@ def test_after_processes_that_never_answer_no_more_are_started(pass_time, caplog
     for _ in range(3 * links.MAX_STARTS):
         pass_time(links.RESTART_SECONDS * 2**links.MAX_STARTS)
         link.poll()
-    assert link.starts == links.MAX_STARTS and link.has_given_up and link.down_reason == "ended"
+    assert link.epoch == links.MAX_STARTS and link.has_given_up and link.down_reason == "ended"
     assert f"{links.MAX_STARTS} processes ended before they answered; no more are started" in caplog.text
     assert "requests go without it until the server is restarted" in caplog.text
 

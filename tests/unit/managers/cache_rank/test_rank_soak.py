@@ -61,7 +61,7 @@ def test_aborted_requests_leave_nothing_behind_in_any_process():
         assert world.steps.held_tokens == 0 and free.blocks == [600] and free.requests == [REQUESTS - 1]
         world.until(lambda: held_entries(world.steps) - len(world.steps.missed) <= entries, 10)
         assert not any(map(world.steps.has_request, range(1, REQUESTS + 1)))
-        assert link.starts == 1, "the process that began has served all"
+        assert link.epoch == 1, "the process that began has served all"
         assert not {"ended", "silent", "wrong"} & set(missed)
         assert began > 20 and steps > 20 < world.steps.taken, (began, steps, missed)
         # Of the blocks of keys nearly all were written before; what a rank keeps beside them is bounded.

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 from device_rank_helpers import RankWorld
-from rank_helpers import LAYERS, ScriptedRank, attach
+from rank_helpers import ScriptedRank, attach
 from waiting import until
 
 from sglang_ext.managers.cache_rank import protocol, selection_server
 from sglang_ext.managers.cache_rank import rank_link as links
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.rank_link import RankLink, RankSettings
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_h
 @pytest.mark.parametrize("beats", [True, False])
 def test_one_that_attaches_for_long_is_borne_as_long_as_it_beats(monkeypatch, beats):
     monkeypatch.setattr(links, "ATTACH_SECONDS", 0.5)
-    link = RankLink(RankSettings(attach(), LAYERS, silence=0.1), ExchangeBuffer(attach().shape, CPU, "cpu"), ScriptedRank)
+    link = RankLink(attach(), ExchangeBuffer(attach().shape, CPU, "cpu"), silence=0.1, start_process=ScriptedRank)
     link.poll(), link.poll()
     process, end = ScriptedRank.made[-1], time.monotonic() + 1.5
     while time.monotonic() < end and not process.ended:

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from sglang_ext.managers.kv_transfer.progressive.page_codec import page_hashes
+from sglang_ext.managers.kv_transfer.progressive import page_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import page_ends
+
+
+def page_hashes(tokens, page_size):
+    return page_codec.page_hashes(tokens, page_ends(page_size, len(tokens)))
+
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 
@@ -29,9 +35,9 @@ def test_a_hash_chains_the_one_before():
 @given(TOKENS, st.integers(1, 8), st.integers(0, 5))
 def test_a_request_may_be_hashed_in_pieces(tokens, page_size, pages):
     whole, cut = page_hashes(tokens, page_size), pages * page_size
-    first = page_hashes(tokens[:cut], page_size)
     if cut <= len(tokens):
-        assert first + page_hashes(tokens[cut:], page_size, first[-1] if first else b"") == whole
+        rest = page_codec.page_hashes(tokens, page_ends(page_size, len(tokens), cut), cut, page_size)
+        assert page_hashes(tokens[:cut], page_size) + rest == whole
 
 
 @given(TOKENS, st.integers(1, 8), st.data())

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from link_helpers import LAYERS, Listener, part, shape
 
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingQueue
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Have, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import Have, LayerRange, LinkError, Stream
 
 FRAME = 10
 NOTHING = {"anchors": b"", "residuals": b"", "aux": False}

@@ -15,17 +15,15 @@ from transfer_helpers import make_pool, rows, settled
 from waiting import until
 
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, settings_mismatch
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 DIM, ALL = 64, LayerRange(0, 2)

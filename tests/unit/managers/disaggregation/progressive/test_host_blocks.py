@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.progressive import pool_buffers, manager
+from sglang_ext.managers.kv_transfer.progressive import manager, pool_buffers
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 

@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
+from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import encode_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec, compile_kernels, make_codec
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import ALIGNED, pack_streams, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, page_tokens
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = LayerRange(0, LAYERS)
@@ -173,8 +172,14 @@ class Own(BenchCodec):
     def for_pool(cls, pool):
         return cls(pool)
 
+    def most_bytes(self, stream, layers):
+        return 0
+
     def encode_anchor(self, page, layers):
         return memoryview(b"")
+
+    def write_anchor(self, page, layers, anchor):
+        pass
 
 
 class Unfinished(BenchCodec):
