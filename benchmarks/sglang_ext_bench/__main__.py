@@ -76,6 +76,7 @@ COMMANDS = {
     # Tools.
     "prompts": Command("corpus", "build a folder of real prompts from text on this machine"),
     "mixed-prompts": Command("acceptance.mixed_prompts", "build prompts of many kinds of text"),
+    "pages": Command("pages.command", "write the tables of the results pages from benchmarks/results"),
     "plot": Command("plot", "draw the plot of the decode benchmark from its JSON file"),
     "on-gpu": Command("on_gpu", "run named checks and measurements that need a GPU"),
 }

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
@@ -208,11 +207,10 @@ class Fakes:
         return lynx() if self.draws else plain(cached=0 if self.asked % 2 else PROMPT - 1)
 
 
-def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys):
+def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys, checked_here):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "ServerPair", Fakes)
-    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["transfer", "--model", str(tmp_path), *wanted, *files]) == 0
@@ -223,7 +221,7 @@ def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, 
     assert (tmp_path / "out.png").stat().st_size > 10000 and report["left"] == []
 
 
-def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
+def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch, checked_here):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}))
 
     class Ended(Fakes):
@@ -233,7 +231,6 @@ def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
             return super().send(prompt, tokens)
 
     monkeypatch.setattr(command, "ServerPair", Ended)
-    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx,int4", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     with pytest.raises(KeyboardInterrupt):
         main(["transfer", "--model", str(tmp_path), *wanted, "--json", str(tmp_path / "out.json")])

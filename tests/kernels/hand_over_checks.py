@@ -3,6 +3,7 @@ Triton's interpreter, where plain loads and stores are in the place of assembly.
 
 import os
 import time
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
@@ -57,20 +58,28 @@ class Pair:
         there = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.device, self.arena, self.plain = there, ExchangeBuffer(self.shape, there, str(there)), ExchangeBuffer(self.shape, torch.device("cpu"), "cpu")
         self.arena._by_kernels = True
-        for each in (self.arena, self.plain):
-            if (descriptor := each.begin(3)) is not None:
-                os.close(descriptor)
-        # A process does not map what is its own.
-        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena.heads.data_ptr()
-        self.rank = MappedExchangeBuffer(self.shape, there, b"", None)
-        mapped_exchange_buffer.open_ipc_handle = before
-        self.plain_rank = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", self.plain.descriptor)
+        if (descriptor := self.arena.begin(3)) is not None:
+            os.close(descriptor)
+        # A rank in this process closes its own.
+        self.descriptor = self.plain.begin(3)
+        with self.mapped_here():
+            self.rank = MappedExchangeBuffer(self.shape, there, b"", None)
+        self.plain_rank = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", self.descriptor)
         noise = torch.Generator().manual_seed(dim)
         keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
         self.buffers = KVBuffers(tuple(range(layers)), (0.1,) * layers, keys, values)
         self.there = on(there, self.buffers)
         self.queries = torch.randn(layers, 9, heads * group, dim, generator=noise).to(dtype)
         self.table = torch.stack([torch.randperm(CONTEXT, generator=noise) for _ in range(3)]).int()
+
+    @contextmanager
+    def mapped_here(self):
+        """Ranks map the arena of kernels by its address: a process does not map what is its own."""
+        before, mapped_exchange_buffer.open_ipc_handle = mapped_exchange_buffer.open_ipc_handle, lambda handle, device: self.arena.heads.data_ptr()
+        try:
+            yield
+        finally:
+            mapped_exchange_buffer.open_ipc_handle = before
 
     def alike(self, what):
         """Both arenas hold the same."""

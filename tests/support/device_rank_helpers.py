@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
+from rank_socket import RankSocket, serve
 
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
@@ -36,21 +37,12 @@ CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
 BEHIND_SECONDS = 0.005
 
 
-class Told:
-    """In the place of a socket: keeps what a rank says."""
-
-    def __init__(self):
-        self.messages = []
-
-    def send(self, frame, flags=0):
-        self.messages.append(protocol.decode_from_rank(frame))
-
-
 def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
-    socket = Told()
+    socket = RankSocket()
     rank = SelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._handle(attach(apart=apart))
+    socket.tell(attach(apart=apart))
+    serve(rank)
     return rank, socket
 
 
@@ -120,6 +112,10 @@ class RankWorld:
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
         self.links = [RankLink(told, arena, silence, pack, start_process=start_process) for arena in arenas]
+        # Tokens whose keys went to ranks, and the newest question of each rank.
+        self.sent, self.newest_requests = 0, {}
+        for link in self.links:
+            link.send_message = lambda message, link=link, send=link.send_message: self._send(message, link, send)
         self.arenas = arenas
         given = self.links, self.method, self.table, self.buffers, self.queries
         self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
@@ -129,7 +125,7 @@ class RankWorld:
         if not self.by_packs:
             # Steps of tests take no time.
             self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
-        self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
+        self.copies, self.ends, self.next_slot = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
         # Of rows whose requests begin alike.
@@ -138,6 +134,20 @@ class RankWorld:
             get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
             namespace_of=lambda row: self.namespaces.get(row, ""), write_selection=self._write_selection,
         )  # fmt: skip
+
+    def _send(self, message, link, send):
+        """Count the tokens of a message, or keep a question, once it is on its way."""
+        send(message)
+        if isinstance(message, protocol.Append):
+            self.sent += sum(piece.tokens for piece in message.pieces)
+        elif isinstance(message, protocol.SelectionRequest):
+            self.newest_requests[link] = message
+
+    @property
+    def newest_request(self):
+        """The newest question of the only rank; None before there is one."""
+        (link,) = self.links
+        return self.newest_requests.get(link)
 
     @property
     def ahead(self):
@@ -158,6 +168,10 @@ class RankWorld:
             self.steps.poll()
             time.sleep(0.01)
 
+    def until_places_are_free(self, seconds=90.0):
+        """Tend the ranks until each has taken all keys that were sent."""
+        self.until(lambda: all(len(link._free_places) == link.attach.shape.places for link in self.links), seconds)
+
     def ready(self):
         """Once all ranks can be asked, and kernels are there."""
         self.until(lambda: self.steps.ready == len(self.links))
@@ -173,8 +187,8 @@ class RankWorld:
         self.prompts[row] = [*self.prompts.get(like, ())][:first] + [1000 * row + token for token in range(first, length)]
         self._given.pop(row, None)
         count = self.method.packing.held_slots(keep)
-        own = torch.arange(self._free, self._free + count, device=self.device)
-        self._free += count
+        own = torch.arange(self.next_slot, self.next_slot + count, device=self.device)
+        self.next_slot += count
         packed = self.method.packing.packed_slots(keep)
         self.copies[row] = CompressedKV(own, length, own_tokens=keep, own_packed=packed, back_slots=own[:0], method="spade")
         newest = torch.arange(length - keep, length, device=self.device).expand(LAYERS, HEADS, -1)
@@ -190,8 +204,8 @@ class RankWorld:
         if not self.steps.extend(row, slots):
             return False
         self.steps.flush(row)
-        more = torch.arange(self._free, self._free + keep - len(view.own), device=self.device)
-        self._free += len(more)
+        more = torch.arange(self.next_slot, self.next_slot + keep - len(view.own), device=self.device)
+        self.next_slot += len(more)
         view.own, view.covered, view.own_tokens = torch.cat([view.own, more]), end, keep
         self.buffers.move_newest(self.steps.plan_refresh(row, end, keep), slots, view.own)
         return True

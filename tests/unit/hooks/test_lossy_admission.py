@@ -156,9 +156,9 @@ class Scheduler:
         world = self.world
         for req in self.running:
             self._reserve(req)
-        world.round(*[req for req in self.running if self._view(req) is not None])
+        world.round(*[req for req in self.running if self.view_of(req) is not None])
         for req in self.running:
-            view, headroom = self._view(req), 2 * (STEPS + 1) * len(self.running)
+            view, headroom = self.view_of(req), 2 * (STEPS + 1) * len(self.running)
             if view is None and req.length >= world.compressed_kv.methods[0].shortest:
                 prefix = SharedPrefix(req.last_node, req.matched) if req.matched else None
                 made = world.compressed_kv.compress(req.req_pool_idx, req.length, headroom, prefix)
@@ -186,7 +186,7 @@ class Scheduler:
             req.kv.kv_allocated_len = begin + len(slots)
             self.world.table.req_to_token[req.req_pool_idx, begin : begin + len(slots)] = slots.int()
 
-    def _view(self, req):
+    def view_of(self, req):
         return self.world.compressed_kv.get(req.req_pool_idx)
 
 
@@ -249,12 +249,12 @@ def test_a_prompt_that_is_computed_in_chunks_keeps_no_more_full_kv_than_one_in_o
     while not scheduler.world.codes.tokens:
         scheduler.step()
     (req,) = scheduler.running
-    view = scheduler._view(req)
+    view = scheduler.view_of(req)
     kept = scheduler.world.cache.total_size()
     assert kept == 500 - view.covered + SINKS and scheduler.world.codes.tokens == view.covered - SINKS
     while len(req.output_ids) < 140:
         scheduler.step()
-    view = scheduler._view(req)
+    view = scheduler.view_of(req)
     assert view.covered > 500 and scheduler.world.cache.total_size() == SINKS, "the prompt's last tokens are in a block with the answer's"
     again = scheduler.world.match(distinct(1, 500))
     assert again.best_match_node.end == (500 - SINKS) // 64 * 64 + SINKS

@@ -9,7 +9,7 @@ import torch
 from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels import row_exchange, select_tokens
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-from sglang_ext.managers.cache_rank.protocol import ExchangeLayout
+from sglang_ext.managers.cache_rank import mapped_exchange_buffer
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BufferShape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -106,8 +106,8 @@ class Logged:
 
 def test_rows_are_found_once_they_are_marked_and_sent_once_they_are_found_and_all_is_waited_for(monkeypatch):
     log, shape = [], BufferShape(2, 2, 1, 8, "float32", 1, lanes=1, most=4, places=1, rows=True, fresh=2)
-    arena = object.__new__(MappedExchangeBuffer)
-    arena.shape, arena._device, arena._layout, arena._base = shape, torch.device("cpu"), ExchangeLayout.from_shape(shape), 0
+    monkeypatch.setattr(mapped_exchange_buffer, "open_ipc_handle", lambda handle, device: 0)
+    arena = MappedExchangeBuffer(shape, torch.device("cpu"), b"", None)
     monkeypatch.setattr(on_gpu, "current_event", lambda device: f"event {len(log)}")
     monkeypatch.setattr(row_exchange, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
     monkeypatch.setattr(row_exchange, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))

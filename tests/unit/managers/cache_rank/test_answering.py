@@ -6,6 +6,7 @@ import pytest
 import torch
 from device_rank_helpers import rank_here
 from rank_helpers import attach
+from rank_socket import serve
 
 from sglang_ext.managers.cache_rank import protocol, selection_runner
 from sglang_ext.managers.cache_rank.protocol import DONE
@@ -75,12 +76,13 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     graphs, launched, refused = rank._answering, rank._answering._answer, []
-    rank._handle(protocol.Lease(0, 0, (0, 1, 2, 3)))
+    socket.tell(protocol.Lease(0, 0, (0, 1, 2, 3)))
+    serve(rank)
 
     def ask(sequence, covered):
-        rank._handle(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
+        socket.tell(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
-        rank._answer_next()
+        serve(rank)
         return socket.messages[-1].chosen
 
     prepared = [protocol.SelectionRequest(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
@@ -106,10 +108,11 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
 
 
 def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others():
-    rank, _ = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
+    rank, socket = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
     asks, table = [[protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
     for block in (3, 5):
-        rank._handle(protocol.Lease(0, 0, (block,)))
+        socket.tell(protocol.Lease(0, 0, (block,)))
+        serve(rank)
         # Of all forms that are known, and of others.
         for again in (True, False):
             for ask in asks:

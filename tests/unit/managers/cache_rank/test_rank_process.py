@@ -10,6 +10,18 @@ from sglang_ext.managers.cache_rank import rank_link as links
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 
 
+@pytest.fixture
+def pass_time(monkeypatch):
+    """Lets so many seconds pass at once."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def go_on(seconds):
+        now[0] += seconds
+
+    return go_on
+
+
 def broken_link():
     """A link whose processes end at once."""
     told = attach()
@@ -31,19 +43,19 @@ class Broken:
 
 
 @pytest.mark.parametrize(("seconds", "has_given_up"), [(links.SETTLED_SECONDS, False), (links.SETTLED_SECONDS - 5, True)])
-def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(seconds, has_given_up):
+def test_processes_that_were_ready_for_a_while_are_not_counted_though_nobody_asked_them(pass_time, seconds, has_given_up):
     link = broken_link()
     for _ in range(4 * links.MAX_STARTS):
-        link._restart_time = 0.0
+        pass_time(links.RESTART_SECONDS * 2**links.MAX_STARTS)
         link.packs, link._ready_since = links.split_into_packs(4, 2), time.monotonic() - seconds
         link.poll()
     assert link.has_given_up == has_given_up and (link.epoch == links.MAX_STARTS) == has_given_up
 
 
-def test_after_processes_that_never_answer_no_more_are_started(caplog):
+def test_after_processes_that_never_answer_no_more_are_started(pass_time, caplog):
     link = broken_link()
     for _ in range(3 * links.MAX_STARTS):
-        link._restart_time = 0.0
+        pass_time(links.RESTART_SECONDS * 2**links.MAX_STARTS)
         link.poll()
     assert link.epoch == links.MAX_STARTS and link.has_given_up and link.down_reason == "ended"
     assert f"{links.MAX_STARTS} processes ended before they answered; no more are started" in caplog.text

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from device_rank_helpers import RankWorld
+from held_entries import held_entries
 from rank_helpers import LAYERS
 
 from sglang_ext.managers.cache_rank.protocol import BLOCK
@@ -36,7 +37,7 @@ def traffic(world, seconds, draw):
             # Half of them share their first tokens, and so blocks.
             like = draw.choice([None, *world.copies])
             length = draw.randrange(80, 400)
-            world._free = 800 + 12 * row
+            world.next_slot = 800 + 12 * row
             world.begin(row, length, draw.randrange(40, 60), like, 0 if like is None else min(length, len(world.prompts[like])) // 2)
         world.steps.poll()
         if world.copies:
@@ -52,13 +53,14 @@ def test_aborted_requests_leave_nothing_behind_in_any_process():
     try:
         draw, (link,) = random.Random(0), world.links
         traffic(world, SECONDS / 3, draw)
-        before = resident(link.pid)
+        before, entries = resident(link.pid), held_entries(world.steps) - len(world.steps.missed)
         began, steps = traffic(world, SECONDS * 2 / 3, draw)
         # A rank hears what was said before it is asked how much it holds.
-        world.until(lambda: len(link._free_places) == link.attach.shape.places, 10)
-        leases, missed = world.steps._leases[link], +world.steps.missed
-        assert world.steps.held_tokens == 0 and leases.free_blocks == 600 and leases.free_lanes == REQUESTS - 1
-        assert not leases._by_name and not leases._names and not world.steps._requests
+        world.until_places_are_free(10)
+        free, missed = world.steps.free_blocks(), +world.steps.missed
+        assert world.steps.held_tokens == 0 and free.blocks == [600] and free.requests == [REQUESTS - 1]
+        world.until(lambda: held_entries(world.steps) - len(world.steps.missed) <= entries, 10)
+        assert not any(map(world.steps.has_request, range(1, REQUESTS + 1)))
         assert link.epoch == 1, "the process that began has served all"
         assert not {"ended", "silent", "wrong"} & set(missed)
         assert began > 20 and steps > 20 < world.steps.taken, (began, steps, missed)

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 import zmq
+from held_entries import held_entries, steady_entries
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
@@ -473,9 +474,10 @@ def test_closing_while_bytes_flow_ends_in_time_and_tells_everyone(ends, endpoint
 def test_peers_that_hang_up_are_forgotten(ends):
     server = LinkServer("tcp://127.0.0.1:0", SETTINGS, dataclasses.replace(QUICK, silence_seconds=0.2, resume_seconds=0.3))
     ends.made.append(server)
+    empty = steady_entries(server)
     for number in range(20):
         sender = RawSender(server.endpoint, bytes([number]) * 16)
         sender.hello()
         sender.close()
-    assert len(server._peers) > 0
-    until(lambda: not (server._peers or server._links or server._heard))
+    until(lambda: held_entries(server) > empty, pause=0.001)
+    until(lambda: held_entries(server) == empty)

@@ -36,6 +36,11 @@ def test_pieces_of_one_lane_hold_all_blocks_where_some_wait(blocks):
     assert len(waiting) == 6 and len(blocks._kept) == 7
 
 
+def nothing_is_pinned():
+    """Whether no thread pins blocks."""
+    return all(thread.name != "kv-blocks" for thread in threading.enumerate())
+
+
 @pytest.fixture
 def made(monkeypatch):
     """Names of the threads that pin blocks of 1,024 bytes."""
@@ -53,12 +58,12 @@ def made(monkeypatch):
 def test_what_is_expected_is_pinned_from_the_beginning_by_another_thread(made):
     blocks = HostBlocks(torch.device("cuda", 1))
     blocks.expect(1024 * (pool_buffers.KEPT + 7) + 1000)
-    until(lambda: not blocks._pinning)
+    until(nothing_is_pinned)
     assert made[pool_buffers.KEPT :] == ["kv-blocks"] * 7
     waiting = [blocks.take(1024) for _ in range(pool_buffers.KEPT + 7 - pool_buffers.AHEAD)]
     assert len(made) == len(waiting) + pool_buffers.AHEAD
     blocks.expect(1 << 60)
-    until(lambda: not blocks._pinning)
+    until(nothing_is_pinned)
     assert len(made) == pool_buffers.KEPT_PINNED
     on_cpu = HostBlocks(torch.device("cpu"))
     on_cpu.expect(1 << 60)
@@ -72,15 +77,15 @@ def test_of_a_gpu_blocks_are_pinned_by_another_thread_before_they_are_needed(mad
     assert len(made) == pool_buffers.KEPT, "enough are unused"
     for _ in range(6):
         waiting.append(blocks.take(1024))
-        until(lambda: not blocks._pinning)
+        until(nothing_is_pinned)
     assert set(made[pool_buffers.KEPT :]) == {"kv-blocks"} and len(made) == len(waiting) + pool_buffers.AHEAD
     del waiting
     for _ in range(20):
         blocks.take(1024)
-    assert not blocks._pinning and len(made) == pool_buffers.KEPT + 6, "those that are unused are cut again"
+    assert nothing_is_pinned() and len(made) == pool_buffers.KEPT + 6, "those that are unused are cut again"
     # Where all are used and none may be added, memory that is not kept.
     waiting = [blocks.take(1024) for _ in range(pool_buffers.KEPT_PINNED + 5)]
-    until(lambda: not blocks._pinning)
+    until(nothing_is_pinned)
     assert len(waiting) == pool_buffers.KEPT_PINNED + 5 and len(blocks._kept) == pool_buffers.KEPT_PINNED
 
 
