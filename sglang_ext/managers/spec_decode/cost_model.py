@@ -75,8 +75,8 @@ class RoundTimes(NamedTuple):
         whole: Seconds of the round without ``compressing``, up to the next round.
         later_steps: Seconds of the steps after the first one; None if there are none.
         num_rounds: Number of rounds that are added up.
-        follows_drafts: Whether the round before had draft steps. Then the device waits while the host plans this round. In plain decoding
-            the host plans a round while the device computes the one before.
+        follows_plain: Whether the round before was plain. Then the host planned this round while the device computed the one before. After
+            drafts or a prefill the device waits for the host.
     """
 
     num_draft_steps: int
@@ -86,12 +86,12 @@ class RoundTimes(NamedTuple):
     whole: float
     later_steps: float | None = None
     num_rounds: int = 1
-    follows_drafts: bool = False
+    follows_plain: bool = True
 
     @property
     def plain_step(self) -> float | None:
         """Seconds of a step of plain decoding. None if the round has none that did not wait for the host."""
-        if not self.follows_drafts:
+        if self.follows_plain:
             return self.whole / self.num_plain_steps
         return None if self.later_steps is None else self.later_steps / (self.num_plain_steps - 1)
 

@@ -190,7 +190,7 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        follows_drafts: Whether the round before had draft steps.
+        follows_plain: Whether the round before was plain, and no prefill came between.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
         first_step: The first step is done; None if no other follows.
@@ -201,7 +201,7 @@ class RoundMarks:
 
     plan: RoundPlan
     load: BatchLoad
-    follows_drafts: bool
+    follows_plain: bool
     start: Mark
     planned: Mark
     first_step: Mark | None = None
@@ -236,7 +236,7 @@ class RoundTimer:
     _begun: Mark | None = None
     _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
-    _follows_drafts: bool = False
+    _follows_plain: bool = False
     _pending: list[RoundMarks] = field(default_factory=list)
     _short_rounds: RoundTimes | None = None
 
@@ -246,7 +246,7 @@ class RoundTimer:
         Returns the draft length, 0 for plain decoding; and the selection interval in steps.
         """
         before = [] if self.running is None else self.running.plan.states
-        self._follows_drafts = self.running is not None and self.running.plan.num_draft_steps > 0
+        self._follows_plain = self.running is not None and not self.running.plan.num_draft_steps
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
@@ -264,7 +264,7 @@ class RoundTimer:
 
     def on_planned(self, plan: RoundPlan) -> None:
         """Record that drafting begins. The round may have fewer draft steps than were chosen."""
-        self.running = RoundMarks(plan, self._load, self._follows_drafts, self._begun, Mark.now(self.device))
+        self.running = RoundMarks(plan, self._load, self._follows_plain, self._begun, Mark.now(self.device))
 
     def on_first_step(self) -> None:
         """Record that the first of several steps was launched."""
@@ -319,7 +319,7 @@ class RoundTimer:
             drafting=timed.planned.until(timed.drafted),
             whole=whole + planning if is_part else whole,
             later_steps=later_steps,
-            follows_drafts=timed.follows_drafts,
+            follows_plain=timed.follows_plain,
         )
 
     @staticmethod

@@ -42,14 +42,14 @@ class Gpu:
     def forward(self, tokens: float) -> float:
         return (self.fixed + (WEIGHTS + TOKEN_BYTES * tokens) / BANDWIDTH) * self.draw.gauss(1, self.noise)
 
-    def spend(self, lengths: list[int], drafts: int, new_copies: list[int], interrupted: bool, follows_drafts: bool) -> RoundTimes:
+    def spend(self, lengths: list[int], drafts: int, new_copies: list[int], interrupted: bool, follows_plain: bool) -> RoundTimes:
         """An iteration of requests with so many tokens; ``new_copies``: contexts of which copies are made first."""
         stall = 200.0 if self.stalls and (drafts > 0, len(lengths).bit_length()) not in self.seen else 0.0
         self.seen.add((drafts > 0, len(lengths).bit_length()))
         compressing = sum(0.3 + 1e-4 * length for length in new_copies)
         if not drafts:
             steps = [self.forward(sum(lengths)) for _ in range(PLAIN_STEPS)]
-            return RoundTimes(0, PLAIN_STEPS, compressing, 0.0, stall + sum(steps), sum(steps[1:]), follows_drafts=follows_drafts)
+            return RoundTimes(0, PLAIN_STEPS, compressing, 0.0, stall + sum(steps), sum(steps[1:]), follows_plain=follows_plain)
         steps = [self.slow * self.forward(SHARE * sum(lengths)) for _ in range(drafts)]
         drafting = stall + self.launching[0] + self.launching[1] * len(lengths) + sum(steps)
         later_steps = sum(steps[1:]) if drafts > 1 else None
@@ -93,7 +93,7 @@ class Server:
             drafts = self.chooser.choose(self.costs, load, [request.acceptance.probability for request in running])
             self.lengths.append(drafts)
             new = [length for request, length in zip(running, lengths) if drafts and not request.copied]
-            spent = self.gpu.spend(lengths, drafts, new, interrupted, bool(self.lengths[-2:-1] and self.lengths[-2]) and not interrupted)
+            spent = self.gpu.spend(lengths, drafts, new, interrupted, not interrupted and self.lengths[-2:-1] == [0])
             # Times are known two iterations later.
             pending.append((load, spent))
             if len(pending) > 2:
