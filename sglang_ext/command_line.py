@@ -24,11 +24,7 @@ Returned = TypeVar("Returned")
 
 
 def exit_if_refused(error: BaseException) -> None:
-    """End the process if ``error`` is one of our refusals. The caller raises other errors.
-
-    Raises:
-        SystemExit: With code 2, after the message was printed to stderr.
-    """
+    """End the process with code 2 and one line (``SystemExit``) if ``error`` is one of our refusals. The caller raises others."""
     if isinstance(error, OptionError | HookError):
         print(f"sglang-ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODE) from None
@@ -49,12 +45,7 @@ def exit_on_refusal(step: Callable[Params, Returned]) -> Callable[Params, Return
 
 
 def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
-    """Hook around SGLang's error for a scheduler that ended before it was ready.
-
-    Args:
-        died: SGLang's function, which waits for the process to end.
-        rank: The scheduler's rank.
-        proc: Its process.
+    """Hook around SGLang's error for a scheduler that ended before it was ready. SGLang's function waits for the process to end.
 
     Raises:
         SystemExit: With code 2 if the scheduler refused an option. It has printed which.
@@ -66,11 +57,7 @@ def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: 
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address where a server cannot listen, before weights are loaded.
-
-    Raises:
-        OptionError: The port is taken or not allowed for this user, or the host is another machine.
-    """
+    """Refuse an address where a server cannot listen (``OptionError``): its port is taken or not allowed, or its host is another machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
@@ -95,8 +82,8 @@ def sample_request(url: str, takes_text: bool = True, has_key: bool = False) -> 
 
     Args:
         url: URL of the server or of a router.
-        takes_text: Whether the server has a tokenizer. If not, the prompt is token ids.
-        has_key: Whether the server requires an API key, which the command takes from the environment.
+        takes_text: The server has a tokenizer. Otherwise the prompt is token ids.
+        has_key: The server requires an API key, which the command takes from the environment.
     """
     key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
     # Within the body, single quotes end before the text that the shell replaces, and begin again after it.

@@ -1,16 +1,16 @@
-"""Types and constants that cross modules. The description of a field names the code that sets it.
+"""Types, constants and helpers that cross modules. The description of a field names the code that sets it.
 
 Nothing here loads PyTorch: command lines import this module to show their help.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
-    from sglang_ext.mem_cache.prefix_cache.segments import Segment
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 # Default of --kv-budget: the share of tokens that compressed KV keeps.
 DEFAULT_BUDGET = 0.25
@@ -21,6 +21,8 @@ RADIX_CACHE_BACKEND = "kv_views"
 MIN_CONTEXT = 128
 # Steps of a round without drafts, such as any round in lossy mode. More steps spare the scheduler work, but let requests finish later.
 PLAIN_STEPS = 4
+# Values of --kv-score-bits: bits of the keys by which tokens are selected. The first is for unchanged keys.
+SCORE_BITS = (16, 8, 4)
 # Why a request is served with full KV. Processes of one server exchange indices into this tuple (managers/spec_decode/request_states.py).
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",
@@ -37,12 +39,12 @@ FALLBACK_REASONS: tuple[str, ...] = (
 )
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
-# Drafting would not be faster than full KV (managers/spec_decode/draft_length.py).
+# Drafting would not be faster than full KV (managers/spec_decode/round_timer.py).
 SLOWER = FALLBACK_REASONS.index("slower")
 # The method scores keys by the newest queries, and too few of them are recorded: all query rings were taken
 # (mem_cache/compressed/queries.py), or the forwards so far recorded none (steps in graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
-# The scores of the request's method cannot be used (mem_cache/compressors/contracts/compressor.py).
+# The scores of the request's method cannot be used (mem_cache/compressors/compressor.py).
 WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
 # Cache ranks select the request's tokens, and no rank has selected any yet, or none can (managers/cache_rank/).
 NO_SELECTION = FALLBACK_REASONS.index("no-selection")
@@ -71,100 +73,10 @@ class IntegrityError(RuntimeError):
 
 
 @dataclass
-class CompressedKV:
-    """The compressed KV of a request. Attention reads it instead of the full KV of the first ``covered`` tokens.
-
-    Attributes:
-        own: int64 [own slots], slots in SGLang's KV pool that only this request reads, in whole pages.
-        covered: Tokens of the full KV, from the start of the context, that the compressed KV replaces; whole pages.
-        segments: Parts that are shared with other requests; they follow the sinks. ``own`` holds the rest.
-        tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
-        method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
-        sinks: Slots at the beginning of ``own`` with the first tokens of the context, before the tokens in blocks.
-        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`CompressedKVCache` sets it.
-        own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
-        back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
-            overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
-        refresh_after: Context length at which it is refreshed, without the newest tokens. 0 if its size decides.
-    """
-
-    own: "torch.Tensor"
-    covered: int
-    segments: "list[Segment]" = field(default_factory=list)
-    tail_end: int = 0
-    method: str = ""
-    sinks: int = 0
-    own_tokens: int = 0
-    own_packed: int = 0
-    back_slots: "torch.Tensor | None" = None
-    refresh_after: int = 0
-
-    def __post_init__(self) -> None:
-        self.tail_end = max(self.tail_end, self.covered)
-
-    @property
-    def slots(self) -> "torch.Tensor":
-        """Slots of the compressed KV in the draft row, blocks first: int64 [kept]. Without the slots that pad blocks to pages."""
-        import torch
-
-        sinks, own = self.own[: self.sinks], self.own[self.sinks :]
-        shared = [segment.slots[: segment.packed or None] for segment in self.segments]
-        return torch.cat([*shared, own[: self.own_packed or None], sinks])
-
-    @property
-    def owned_slots(self) -> "torch.Tensor":
-        """All slots that the request owns, the back buffer last: int64."""
-        import torch
-
-        return self.own if self.back_slots is None else torch.cat([self.own, self.back_slots])
-
-    def swap_back_slots(self) -> None:
-        """Swap ``own`` with the back buffer, which holds the new selection."""
-        self.own, self.back_slots = self.back_slots, self.own
-
-    @property
-    def shared_len(self) -> int:
-        """Tokens of the full KV that the sinks and the segments replace."""
-        return self.segments[-1].end if self.segments else self.sinks
-
-    @property
-    def has_all_tokens(self) -> bool:
-        """Whether all covered tokens are kept, in blocks except for the sinks: the full KV could be restored from them."""
-        kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
-        return self.num_packed_slots > 0 and kept == self.covered
-
-    def detach_blocks(self, tokens: int, packed: int) -> "torch.Tensor":
-        """Detach the slots of ``own`` with the blocks of its first ``tokens``, ``packed`` slots; they become a segment's.
-
-        Returns:
-            int64, whole pages: the slots of all own tokens, or of the blocks that fill pages.
-        """
-        import torch
-
-        end = len(self.own) if tokens == self.own_tokens else self.sinks + packed
-        slots, self.own = self.own[self.sinks : end].clone(), torch.cat([self.own[: self.sinks], self.own[end:]])
-        self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
-        return slots
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the compressed KV in the draft row."""
-        own = self.own_packed + self.sinks if self.own_packed else len(self.own)
-        return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
-
-    @property
-    def num_packed_slots(self) -> int:
-        """Slots among them with packed blocks: all but the sinks, or none."""
-        return sum(segment.packed for segment in self.segments) + self.own_packed
-
-
-@dataclass
 class AcceptanceTracker:
-    """Estimates the probability that a draft token is accepted if the ones before it were.
+    """Estimates the probability that a draft token is accepted if the ones before it were, from decayed counts with a prior.
 
-    Attributes:
-        accepted, rejected: Decayed counts, with the prior.
-        decay: Weight of earlier observations, at each verification.
+    ``decay`` is the weight of earlier observations at each verification.
     """
 
     accepted: float = FIRST_PRIOR[0]
@@ -239,3 +151,65 @@ class RequestState:
 def _count(histogram: list[int], value: int) -> None:
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1
+
+
+class RankError(RuntimeError):
+    """Ranks made different decisions, so their collectives would mix up requests."""
+
+
+@dataclass(frozen=True)
+class TPRanks:
+    """The position of this process in SGLang's ``group`` of tensor-parallel ranks, None for a single rank. Each rank holds some heads.
+
+    All ranks must make the same decisions. Compressed KV, rounds and accepted tokens depend on token ids and lengths, which all ranks have.
+    Decisions that depend on measured times could differ, so rank 0 makes them for all ranks.
+    """
+
+    group: "GroupCoordinator | None" = None
+
+    @classmethod
+    def from_group(cls, group: "GroupCoordinator") -> "TPRanks":
+        """The ranks of SGLang's tensor-parallel ``group``."""
+        return cls(group if group.world_size > 1 else None)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which reports counts for all ranks."""
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among the ranks."""
+        return 0 if self.group is None else self.group.rank_in_group
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks. Waits for them on the host."""
+        return value if self.group is None else self.group.broadcast_object(value, src=0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order. Waits for them on the host."""
+        return [value] if self.group is None else self.group.all_gather_object(value)
+
+    def check_equal(self, what: str, value: Any) -> None:
+        """Raise :class:`RankError`, with the name of the value and the values by rank, unless all ranks have this value."""
+        values = self.gather(value)
+        if any(other != value for other in values):
+            raise RankError(f"{what} differs between tensor-parallel ranks: {values}")
+
+
+@contextmanager
+def run_periodically(look: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call ``look`` in a background thread every ``seconds``, for the first time after one interval. On exit, wait for a running call."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            look()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

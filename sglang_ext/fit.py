@@ -8,33 +8,30 @@ interrupted run can be resumed. FOLDER/work contains samples and may be deleted 
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.core import OptionError
-from sglang_ext.tools.fit import FitError
-from sglang_ext.tools.fit.progress import show_progress
-from sglang_ext.tools.fit.samples import TextPiece, Sampler, SamplingConfig
-from sglang_ext.tools.fit.training import TrainingConfig
-from sglang_ext.tools.fit.job import FitJob, split
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.predictor import FitRecord
-from sglang_ext.tools.output_files import check_folder, exit_code
-from sglang_ext.tools.precompress import PrecompressError
+from sglang_ext.mem_cache.scores import FitRecord, model_folder, model_key
+from sglang_ext.tools import CommandError, check_folder, exit_code
+from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
+# Seconds between two lines of one task.
+EVERY = 15.0
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m sglang_ext.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser("python -m sglang_ext.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("method", choices=("kvzap",))
     add = made.add_argument
     add("texts", nargs="+", type=Path, metavar="TEXTS", help="text files in UTF-8, similar to the served texts")
@@ -55,17 +52,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Take the missing samples, and fit the missing layers.
-
-    Raises:
-        FitError, PrecompressError: An option or a text cannot be used.
-        OptionError: The model's files do not exist, or --out cannot be written.
-    """
+    """Take the missing samples, and fit the missing layers. Raises ``CommandError`` or ``OptionError`` for an option or a text of no use."""
     for name, least in SMALLEST.items():
         if getattr(args, name) < least:
-            raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
+            raise CommandError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
-        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
+        raise CommandError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
     samples = args.out / "work"
     check_folder("--out", args.out)
     check_folder("--out", samples)
@@ -77,23 +69,17 @@ def run(args: argparse.Namespace, console: Console) -> None:
     parts = split(texts, args.held_out)
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
     with show_progress(console) as begin:
-        _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, begin)
+        if missing := [piece for pieces in texts for piece in pieces if not piece.is_sampled]:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+            # Each token is computed once, and repeated once.
+            advance = begin("scores of texts", 2 * sum(len(piece.tokens) for piece in missing), "tokens")
+            for piece in missing:
+                sampler.take(model, piece, advance)
+            del model
         advance = begin("networks", layers, "layers")
-        predictor = FitJob(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
+        predictor = fit(sampler, training, parts, layers, torch.device(args.device), lambda: advance(1))
     predictor.write(args.out)
     _print_quality(predictor.fitted, console)
-
-
-def _take(sampler: Sampler, pieces: list[TextPiece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
-    """Take the samples that do not exist yet."""
-    missing = [piece for piece in pieces if not piece.is_sampled]
-    if not missing:
-        return
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
-    # Each token is computed once, and repeated once.
-    advance = begin("scores of texts", 2 * sum(len(piece.tokens) for piece in missing), "tokens")
-    for piece in missing:
-        sampler.take(model, piece, advance)
 
 
 def _print_quality(fitted: FitRecord, console: Console) -> None:
@@ -114,10 +100,45 @@ def _print_quality(fitted: FitRecord, console: Console) -> None:
         )  # fmt: skip
 
 
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
+    """Yield a function that begins a task, given its name, total and unit. It returns a function that advances the task by a count."""
+    if not console.is_terminal:
+        yield partial(_print_progress, console)
+        return
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+
+        def begin(name: str, total: int, unit: str) -> Callable[[int], None]:
+            task = progress.add_task(name, total=total, unit=unit)
+            return lambda count: progress.advance(task, count)
+
+        yield begin
+
+
+def _print_progress(console: Console, name: str, total: int, unit: str) -> Callable[[int], None]:
+    """Print a task's progress as lines: at its start, every :data:`EVERY` seconds, and at its end. Return the function that advances it."""
+    done, begun = 0, time.monotonic()
+    told = begun
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        done, now = done + count, time.monotonic()
+        if count and done < total and now - told < EVERY:
+            return
+        told, seconds = now, now - begun
+        left = f", about {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        console.print(f"{name}: {done} of {total} {unit}, {seconds:.0f} s{left}", markup=False, highlight=False, soft_wrap=True)
+
+    advance(0)
+    return advance
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, 2 for an error, or 130 if interrupted. A later run reuses the completed work."""
     args, console = parser().parse_args(argv), Console(stderr=True)
-    return exit_code("fit", lambda: run(args, console), (FitError, PrecompressError, OptionError), console)
+    return exit_code("fit", lambda: run(args, console), console)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Entry points for a fork of SGLang with the series of ``patches/``, in place of the plugin's.
 
-The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.arguments.KVServerArgs` is not used there.
+The fork's ``ServerArgs`` has the flags itself, so that :class:`~sglang_ext.arguments.CheckedServerArgs` is not used there.
 """
 
 import pkgutil
 from typing import TYPE_CHECKING
 
 from sglang_ext import flag_checks
-from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config import disaggregation_options, options
-from sglang_ext.hooks import activation as hooking
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks.table import Hook
+from sglang_ext.arguments import prepare_speculation
+from sglang_ext.config import options
+from sglang_ext.core import HookError
+from sglang_ext.hooks.table import HOOKS, Hook
+from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -20,34 +20,29 @@ if TYPE_CHECKING:
 def prepare(args: "ServerArgs") -> None:
     """Check the flags and set SGLang's own, before SGLang resolves its options. Called if a mode or our transfer backend is requested.
 
-    Raises:
-        OptionError: A flag is out of range, or an option cannot be combined with the mode or the backend.
-        hooking.HookError: A function that the backend needs is not marked in the fork, or has unexpected parameters.
+    Raises ``OptionError`` for a refused flag, ``HookError`` if a function that the backend needs is not marked in the fork.
     """
     flag_checks.check_flags(args)
     if options.has_progressive_transfer(args):
-        _check_marks(hooks.TRANSFER_HOOKS, f"--disaggregation-transfer-backend {disaggregation_options.BACKEND}")
+        _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {options.BACKEND}")
     if args.kv_mode != "full":
-        KVServerArgs._prepare_speculation(args)
+        prepare_speculation(args)
 
 
 def check(args: "ServerArgs") -> None:
     """Check the backend, the model and the fork's hook marks, after SGLang resolved its options.
 
-    Raises:
-        OptionError: The attention backend or the model is not supported, or a predictor belongs to another model.
-        hooking.HookError: A function is not marked in the fork, or has unexpected parameters.
+    Raises ``OptionError`` if one is not supported, ``HookError`` if a function is not marked in the fork.
     """
     flag_checks.check_resolved(args)
-    _check_marks(hooks.HOOKS, f"--kv-mode {args.kv_mode}")
+    _check_marks(HOOKS, f"--kv-mode {args.kv_mode}")
 
 
 def _check_marks(needed: tuple[Hook, ...], asked: str) -> None:
     for hook in needed:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)
         if marked != hook.hook:
-            raise hooking.HookError(
-                f"{asked} cannot start: this fork of SGLang marks {hook.target} "
-                f"with {marked}; expected {hook.hook}. Apply the patches that belong to this "
-                "version of sglang-ext, or leave that out."
+            raise HookError(
+                f"{asked} cannot start: this fork of SGLang marks {hook.target} with {marked}; expected {hook.hook}. Apply the patches that "
+                "belong to this version of sglang-ext, or leave that out."
             )

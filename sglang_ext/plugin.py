@@ -5,6 +5,11 @@ without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
 """
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
@@ -16,43 +21,83 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.arguments import CheckedServerArgs
     from sglang_ext.hooks.activation import is_patched_fork, register_transfer
 
     if is_patched_fork():
         return
-    HookRegistry.register(ARGUMENTS, KVServerArgs, HookType.REPLACE)
+    HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
-        engine.Engine.server_args_class = KVServerArgs
+        engine.Engine.server_args_class = CheckedServerArgs
     register_transfer()
     register_backends()
 
 
 def register_backends() -> None:
     """Register the speculative algorithm, the radix cache backend and the transfer backend, once per process."""
-    from sglang.srt.mem_cache.registry import (
-        get_radix_cache_factory,
-        register_radix_cache_backend,
-    )
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
     from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
-    from sglang_ext.hooks.transfer import register_backend
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
-        SpeculativeAlgorithm.register(
-            SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm
-        )(worker_class)
+        SpeculativeAlgorithm.register(SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm)(worker_class)
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
-    register_backend()
+    register_transfer_backend()
 
 
 def _radix_cache(context) -> object:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
     return TieredRadixCache(context.params)
+
+
+def register_transfer_backend() -> None:
+    """Add the backend's name to SGLang's flags and its enumeration of backends, once per process."""
+    from sglang.srt import server_args
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    from sglang_ext.config.options import BACKEND
+
+    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+        server_args.add_disagg_transfer_backend_choices([BACKEND])
+    if BACKEND not in TransferBackend._value2member_map_:
+        member = object.__new__(TransferBackend)
+        member._name_, member._value_ = BACKEND.upper(), BACKEND
+        member.__objclass__, member._sort_order_ = TransferBackend, len(TransferBackend)
+        TransferBackend._member_names_.append(member.name)
+        TransferBackend._member_map_[member.name] = TransferBackend._value2member_map_[BACKEND] = member
+
+
+def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
+    """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
+    from sglang_ext.config.options import BACKEND
+
+    if transfer_backend.value != BACKEND:
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    stock = {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}
+    if class_type in stock:
+        return stock[class_type]
+    from sglang_ext.hooks.activation import activate_transfer
+    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+
+    if class_type is KVClassType.MANAGER:
+        # Once per scheduler process, before its first request.
+        activate_transfer()
+    ours = {
+        KVClassType.MANAGER: ProgressiveManager,
+        KVClassType.SENDER: ProgressiveSender,
+        KVClassType.RECEIVER: ProgressiveReceiver,
+    }
+    return ours[class_type]

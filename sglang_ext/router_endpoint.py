@@ -18,19 +18,10 @@ MAX_CONCURRENT_REQUESTS = 16
 
 
 class RouterEndpoint(RuntimeEndpoint):
-    """As ``sgl.RuntimeEndpoint``, but with one request per prompt. It also works with a single server.
-
-    Args:
-        base_url: URL of the router.
-        api_key, verify, chat_template_name: See ``sgl.RuntimeEndpoint``.
-    """
+    """As ``sgl.RuntimeEndpoint``, but with one request per prompt. It also works with a single server."""
 
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
-        """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list.
-
-        Raises:
-            RuntimeError: With the router's message for a request that failed.
-        """
+        """Return the response to a request to ``/generate``, or a list of responses, one for each prompt of a list."""
         ask = super()._generate_http_request
         prompts = "text" if "text" in data else "input_ids"
         given = data[prompts]

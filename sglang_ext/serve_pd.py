@@ -11,24 +11,17 @@ import argparse
 import importlib.util
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from sglang_ext.command_line import sample_request
-from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.options import LAST_PORT, seconds, split_flags
-from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port
-from sglang_ext.tools.server_process import (
-    ServerProcess,
-    check_servers,
-    leave_on_signals,
-    stop_all,
-    stop_together,
-)
+from sglang_ext.tools import LAST_PORT, ROLES, CommandError, seconds, split_flags
+from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port, is_taken
+from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
@@ -51,14 +44,7 @@ POLL_SECONDS = 0.5
 
 
 class Router(ServerProcess):
-    """SGLang's router, which distributes requests to the two servers.
-
-    Args:
-        port: Port for clients.
-        servers: Ports of the prefill server and of the decode server.
-        bootstrap: Port of SGLang's bootstrap server.
-        log: File for its output.
-    """
+    """SGLang's router for the prefill and the decode server on the ports ``servers``. ``bootstrap``: port of SGLang's bootstrap server."""
 
     def __init__(self, port: int, servers: Sequence[int], bootstrap: int, log: Path) -> None:
         super().__init__("", (), log, port=port, start_timeout=60.0, stop_grace=STOP_GRACE)
@@ -96,28 +82,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def role_flags(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Return the flags of both servers, by role.
-
-    Raises:
-        CommandError: A text has a flag that this command sets itself, or a quote that is not closed.
-    """
+    """Return the flags of both servers, by role."""
     # An idle scheduler that polls would occupy one core for each server. The prefill server is verified too, because it stores the queries
     # that the methods of the decode server need.
     shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *parse_flags("--arg", args.arg))
-    flags = {}
-    for role in ROLES:
-        own = parse_flags(f"--{role}-arg", getattr(args, f"{role}_arg"))
-        bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
-        flags[role] = ("--disaggregation-mode", role, *bootstrap, *shared, *own)
-    return flags
+    bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
+    own = {role: parse_flags(f"--{role}-arg", getattr(args, f"{role}_arg")) for role in ROLES}
+    return {role: ("--disaggregation-mode", role, *bootstrap, *shared, *own[role]) for role in ROLES}
 
 
 def parse_flags(option: str, text: str) -> tuple[str, ...]:
-    """Split the value of an option into flags as a shell does.
-
-    Raises:
-        CommandError: The text has a flag that this command sets itself, or a quote that is not closed.
-    """
+    """Split the value of an option into flags as a shell does, and refuse those that this command sets itself."""
     flags = split_flags([text], option)
     for flag in flags:
         remedy = RESERVED_FLAGS.get(flag.split("=")[0])
@@ -127,15 +102,10 @@ def parse_flags(option: str, text: str) -> tuple[str, ...]:
 
 
 def check_ports(first: int) -> None:
-    """Check that the four ports from ``first`` on are in range and free.
-
-    Raises:
-        CommandError: Names the port. If it is taken, the message proposes another first port.
-    """
+    """Check that the four ports from ``first`` on are in range and free."""
     if not 1 <= first <= LAST_PORT - 3:
         raise CommandError(f"--port {first}: the next three are used too: pass 1 to {LAST_PORT - 3}")
-    taken = find_taken_port(first)
-    if taken is None:
+    if (taken := find_taken_port(first)) is None:
         return
     starts = range(first + PORTS, LAST_PORT - PORTS + 2, PORTS)
     free = next((start for start in starts if find_taken_port(start) is None), None)
@@ -145,52 +115,30 @@ def check_ports(first: int) -> None:
 
 def find_taken_port(first: int) -> int | None:
     """Return the lowest used port of the four from ``first`` on. None if all are free."""
-    for port in range(first, first + PORTS):
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return port
-    return None
+    return next((port for port in range(first, first + PORTS) if is_taken(port)), None)
 
 
 def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Check that the servers and the router can start. Return the flags of both servers, by role.
-
-    Raises:
-        CommandError: Names the obstacle and the remedy.
-    """
+    """Check that the servers and the router can start. Return the flags of both servers, by role."""
     if importlib.util.find_spec(ROUTER) is None:
         raise CommandError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
     check_ports(args.port)
     flags = role_flags(args)
-    check_servers(args.model, {role: flags[role] for role in ROLES})
+    check_servers(args.model, flags)
     return flags
 
 
 def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
-    """Start both servers and the router, and wait until one of them ends.
-
-    Raises:
-        CommandError: A process ended. The message shows the end of its log.
-    """
+    """Start both servers and the router, and wait until one of them ends, which raises an error."""
     try:
         args.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--logs {args.logs} cannot be created: {error}; pass a folder that can be") from error
     ports = {role: args.port + offset for offset, role in enumerate(ROLES, start=1)}
-    servers: dict[str, ServerProcess] = {
-        role: ServerProcess(
-            args.model,
-            flags[role],
-            args.logs / f"{role}-{ports[role]}.log",
-            port=ports[role],
-            start_timeout=args.start_timeout,
-            stop_grace=STOP_GRACE,
-            env=ENVIRONMENT,
-        )
-        for role in ROLES
-    }
+    make_server = partial(ServerProcess, args.model, start_timeout=args.start_timeout, stop_grace=STOP_GRACE, env=ENVIRONMENT)
+    servers = {role: make_server(flags[role], args.logs / f"{role}-{port}.log", port=port) for role, port in ports.items()}
     router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / f"router-{args.port}.log")
-    processes = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
+    processes: dict[str, ServerProcess] = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
     with ExitStack() as running:
         running.callback(stop_together, processes.values())
         for role, server in servers.items():

@@ -5,10 +5,10 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from sglang_ext.tools import output_files
 from sglang_ext.core import OptionError
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_process import leave_on_signals, stop_all
+from sglang_ext_bench.options import check_outputs
 
 
 PLOTS = "matplotlib"
@@ -76,6 +76,7 @@ COMMANDS = {
     # Tools.
     "prompts": Command("corpus", "build a folder of real prompts from text on this machine"),
     "mixed-prompts": Command("acceptance.mixed_prompts", "build prompts of many kinds of text"),
+    "pages": Command("pages.command", "write the tables of the results pages from benchmarks/results"),
     "plot": Command("plot", "draw the plot of the decode benchmark from its JSON file"),
     "on-gpu": Command("on_gpu", "run named checks and measurements that need a GPU"),
 }
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     try:
         args = parser.parse_args(arguments[1:])
-        output_files.check_outputs(args)
+        check_outputs(args)
         return module.run(args)
     except (CommandError, OptionError) as error:
         print(f"{name}: {error}", file=sys.stderr)

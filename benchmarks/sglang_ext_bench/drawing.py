@@ -1,7 +1,5 @@
 """Draws the plots of all benchmarks. Each plot has a heading with the hardware and the settings."""
 
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Heading:
     @property
     def lines(self) -> tuple[str, str]:
         """The title, and the lines below it in smaller type."""
-        return self.title, f"{self.settings}\n{self.machine or hardware()}"
+        return self.title, f"{self.settings}\n{self.machine or report.hardware()}"
 
 
 @dataclass(frozen=True)
@@ -48,26 +46,6 @@ class Curve:
     values: Sequence[float]
     style: str = "-"
     color: str | None = None
-
-
-def hardware() -> str:
-    """Name this machine's GPU, or its CPU and cores, and the versions of SGLang and PyTorch."""
-    import torch
-
-    found = report.versions()
-    software = f"SGLang {found['sglang']}, torch {found['torch']}"
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, {software}"
-    return f"{_cpu_name()}, {os.cpu_count()} cores, {software}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Parses and checks the options that several commands have."""
 
 import argparse
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import LAST_PORT, seconds
+from sglang_ext.core import OptionError
+from sglang_ext.tools import LAST_PORT, CommandError, check_folder, seconds, split_flags
 
 DTYPES = ("bfloat16", "float16", "float32")
 """Values of ``--dtype``. SGLang's ``auto`` is not allowed, because it depends on the model's config."""
@@ -104,3 +106,66 @@ def probabilities(text: str, flag: str) -> list[float]:
     if max(found) > 1:
         raise CommandError(f"{flag} {text!r}: pass probabilities up to 1")
     return found
+
+
+def file_name(name: str) -> str:
+    """Turn a server's name into a part of a file name. The name may contain a path, as ``--kv-compressor ./my_method.py:KeyNorm``."""
+    return re.sub(r"[^\w.+-]+", "-", name)
+
+
+def find_repeated_flag(texts: Sequence[str], own: Iterable[str]) -> str | None:
+    """Return the first flag of ``texts``, by name, that is in ``own`` too. None if there is no such flag.
+
+    Args:
+        texts: Flags that the user passed, as for :func:`split_flags`.
+        own: Flags that the command sets itself.
+    """
+    return min({word.partition("=")[0] for word in split_flags(texts) if word.startswith("--")} & {*own}, default=None)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse ``--json``, ``--plot``, ``--logs`` and ``--out`` if they cannot be written. Flags that a command does not have are ignored.
+
+    Raises:
+        OptionError: With the flag, its value and the remedy.
+    """
+    given = {name: path for name, path in vars(args).items() if path is not None}
+    if "json" in given:
+        check_file("--json", given["json"])
+    if "plot" in given:
+        check_plot("--plot", given["plot"])
+    for name in {"logs", "out"} & set(given):
+        check_folder(f"--{name}", given[name])
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Create the folder of a file, and refuse a file that cannot be written. An existing file does not change.
+
+    Raises:
+        OptionError: With the flag, its value and the remedy.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise OptionError(
+            f"{flag} is {str(path)!r}, which cannot be written ({error.strerror}): pass a file in a folder that you may write to"
+        ) from error
+
+
+def check_plot(flag: str, path: Path) -> None:
+    """Like :func:`check_file`, for a plot, whose suffix names its format.
+
+    Raises:
+        OptionError: With the flag, its value and the remedy.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise OptionError(f"{flag} is {str(path)!r}; a plot is one of {', '.join(sorted(formats))}: pass a name that ends in .png")
+    check_file(flag, path)

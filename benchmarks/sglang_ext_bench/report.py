@@ -1,7 +1,9 @@
 """The console and the JSON reports of all benchmarks. A report has the versions and the command that produced it."""
 
+import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import sys
@@ -54,11 +56,33 @@ def versions() -> dict[str, str]:
     return found
 
 
+def hardware() -> str:
+    """Name this machine's GPU, or its CPU and cores, and the versions of SGLang and PyTorch."""
+    import torch
+
+    found = versions()
+    software = f"SGLang {found['sglang']}, torch {found['torch']}"
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {software}"
+    return f"{_cpu_name()}, {os.cpu_count()} cores, {software}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def origin() -> dict[str, Any]:
-    """The origin of a report: versions and command."""
+    """The origin of a report: versions, command, hardware and date."""
     return {
         "versions": versions(),
         "command": shlex.join(["python", "-m", "sglang_ext_bench", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "date": datetime.date.today().isoformat(),
     }
 
 

@@ -1,4 +1,21 @@
 """Fixtures of the benchmarks' tests."""
 
+import pytest
+from bench_helpers import CharTokenizer, Here
 from method_registry import own_methods  # noqa: F401
 from model_fixtures import demo_model, model, plugin, tiny  # noqa: F401
+from transformers import AutoTokenizer
+
+from sglang_ext.tools import server_process
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process, because another process would load SGLang again."""
+    monkeypatch.setattr(server_process, "ProcessPoolExecutor", Here)
+
+
+@pytest.fixture
+def char_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model has a tokenizer with one token per character."""
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: CharTokenizer())

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CharTokenizer
 
-from sglang_ext_bench import prompts as prompt_module
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.serving import auto_cells
 
@@ -44,13 +42,12 @@ class BurstServer:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, char_tokenizer: None) -> Callable[..., int]:
     """Run the command with one cell of one request."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 5000}))
     (tmp_path / "text").write_text("x" * 1000)
     monkeypatch.setattr(BurstServer, "started", [])
     monkeypatch.setattr(auto_cells, "ServerProcess", BurstServer)
-    monkeypatch.setattr(prompt_module, "load_tokenizer", lambda model: CharTokenizer())
     inputs = [f"--model={tmp_path}", f"--prompt-file={tmp_path / 'text'}", f"--json={tmp_path / 'cells.json'}"]
 
     def run(*more: str) -> int:

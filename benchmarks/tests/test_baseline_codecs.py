@@ -5,9 +5,9 @@ import torch
 from transfer_helpers import LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer import link_settings
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.progressive.codecs import bench_codec, compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer import wire
+from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec, compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 from sglang_ext_bench.baselines import CODECS
@@ -135,9 +135,9 @@ def test_a_peer_with_another_codec_is_refused_by_name():
         return LinkSettings("any", "float32", LAYERS, 2, 16, 8, codec.page_size, *named, 0, 1)
 
     for one, other in (("int8", "int8-tensor"), ("int4", None), ("lynx-int8", "lynx-int4")):
-        said = link_settings.settings_mismatch(end(one), end(other))
+        said = wire.settings_mismatch(end(one), end(other))
         assert f"codec is '{one}' at the receiver and '{other or 'lynx'}'" in said and "--kv-bench-codec" in said
-    assert link_settings.settings_mismatch(end("cachegen"), end("cachegen")) is None
+    assert wire.settings_mismatch(end("cachegen"), end("cachegen")) is None
 
 
 def test_a_pool_of_8_bits_is_refused():

@@ -8,7 +8,7 @@ from selection_helpers import HEADS, attention_by_loop, random_layer, seen
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue, kept_count, top_positions
-from sglang_ext.mem_cache.selection.top_tokens import top_tokens
+from sglang_ext.mem_cache.selection.scoring import top_tokens
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.baselines.scorings import BASELINES, RecentScoring
 from sglang_ext_bench.baselines.tova import Tova, TovaScoring

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.tools import CommandError
 from sglang_ext_bench import __main__ as bench
 from sglang_ext_bench.attention import command

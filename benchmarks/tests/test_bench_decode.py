@@ -5,12 +5,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from bench_helpers import Here
+from transformers import AutoTokenizer
 
 from sglang_ext.config.method_options import resolve_budget
 from sglang_ext.core import OptionError
 from sglang_ext.tools import CommandError
-from sglang_ext.tools import server_process as server
 from sglang_ext_bench import prompts
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.client import SamplingSettings
@@ -27,10 +26,7 @@ QWEN3_8B = {
 }
 
 
-@pytest.fixture(autouse=True)
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
-    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 def stream(chunks, **meta):
@@ -268,7 +264,7 @@ def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     (tmp_path / "text").write_text("a b c")
     tokenizer = SimpleNamespace(bos_token=None, encode=lambda text, add_special_tokens: text.split())
-    monkeypatch.setattr(prompts, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda model: tokenizer)
     with pytest.raises(CommandError, match="has 3 tokens"):
         prompts.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from bench_helpers import SETTING
 
-from sglang_ext.managers.cache_rank.timeline import PackEvent
-from sglang_ext_bench import drawing
+from sglang_ext.managers.cache_rank.layerwise_client import PackEvent
+from sglang_ext_bench import drawing, report
 from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.drawing import Curve, Heading
 from sglang_ext_bench.longcot import packs
@@ -56,7 +56,7 @@ def test_bars_stand_around_the_label_of_their_group(tmp_path, drawn):
         assert len(mine) == 3 and sum(mine) / 3 == pytest.approx(tick)
     assert legend(axes) == ["stock", "snapkv", "kivi"]
     assert words(drawn[0])[0] == "Time per output token of each request"
-    assert "a-model, float32" in words(drawn[0])[1] and drawing.hardware() in words(drawn[0])[1]
+    assert "a-model, float32" in words(drawn[0])[1] and report.hardware() in words(drawn[0])[1]
 
 
 def test_all_packs_of_a_step_are_drawn_the_last_until_its_last_layer_begins(tmp_path, drawn):
@@ -104,7 +104,7 @@ def test_the_simulated_machine_stands_above_its_plot_not_this_one():
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
     title, small = simulate.plot_heading(parser.parse_args([])).lines
-    assert "simulated machine: 4.35 TB/s" in small and drawing.hardware() not in small and title
+    assert "simulated machine: 4.35 TB/s" in small and report.hardware() not in small and title
 
 
 def test_a_draft_length_of_one_is_a_bar_and_no_drafts_no_plot(tmp_path, drawn):

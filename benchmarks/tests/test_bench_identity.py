@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_helpers import STATS, Here, make_config, parse
+from bench_helpers import STATS, make_config, parse
 
 from sglang_ext.config.method_options import resolve_budget
 from sglang_ext.tools import CommandError
-from sglang_ext.tools import server_process as server
 from sglang_ext_bench import report
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.client import Generation, SamplingSettings
@@ -21,10 +20,7 @@ from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
 
 
-@pytest.fixture(autouse=True)
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers' flags are checked in this process."""
-    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 class TestConfig:
@@ -316,11 +312,11 @@ class TestControls:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
+        char_tokenizer: None,
         wrong: set[int],
         code: int,
     ) -> None:
         fake_server.wrong_prompts |= wrong
-        monkeypatch.setattr(identity, "load_tokenizer", lambda model: None)
         monkeypatch.setattr(identity, "load_prompts", lambda path, tokenizer: self.prompts)
         path = tmp_path / "r.json"
         words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "snapkv", "--budget", "0.5"]

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tools import server_flags
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.jobs import command, sending
 from sglang_ext_bench.jobs.results import Job, Phases, job_phases, summarize, tables
 from sglang_ext_bench.jobs.sending import ServerQueues, arrival_times
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent, TransferTimeline
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent, TransferTimeline
 
 ROOM = 7
 KINDS = ("expected", "computed", "encoded", "anchor", "complete")
@@ -119,11 +118,10 @@ class FakeServers:
 
 
 @pytest.fixture
-def faked(tmp_path, monkeypatch):
+def faked(tmp_path, monkeypatch, checked_here):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "ServersApart", FakeServers)
-    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     monkeypatch.setattr(sending, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(FakeServers, "made", [])
     return ["jobs", "--model", str(tmp_path)]

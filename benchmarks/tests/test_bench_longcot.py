@@ -16,7 +16,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.speed.decode_wave import Stream
-from sglang_ext.managers.cache_rank.timeline import PackEvent, PackTimeline
+from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
@@ -221,8 +221,20 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
     assert [look.taken for look in looks[:3]] == [1, 2, 3] and looks[0].at < looks[1].at
 
 
+@pytest.fixture
+def served_by(monkeypatch):
+    """Lets a context manager take the place of servers, whose flags are noted and not checked."""
+
+    def use(server, checked=None):
+        noted = {} if checked is None else checked
+        monkeypatch.setattr(command.settings, "server", server)
+        monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: noted.update(servers))
+
+    return use
+
+
 @pytest.mark.parametrize("mode", ["lossy", "verified"])
-def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, mode):
+def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, served_by, mode):
     """As in SGLang's overlap scheduler: a round's tokens are sent when the next round has run, the last round's with those before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     step, drafts = 0.01, 7
@@ -236,8 +248,7 @@ def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(
     def server(args, setting, logs):
         yield SimpleNamespace(flags=setting.arguments)
 
-    monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: None)
+    served_by(server)
     monkeypatch.setattr(serving.decode_wave, "run", streams)
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,quest", "--mode", mode, "--draft-length", str(drafts), "--load", "2:64:16"]
     assert main([*asked, "--output-len", "9,17", "--json", str(tmp_path / "out.json")]) == 0
@@ -267,15 +278,14 @@ class NoServer:
             yield {"meta_info": {"completion_tokens": tokens, **meta}}
 
 
-def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys, monkeypatch):
+def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys, monkeypatch, served_by):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     @contextmanager
     def server(args, setting, logs):
         yield NoServer(setting.arguments)
 
-    monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: None)
+    served_by(server)
     parts = [flops.StepPartTime("load", part, 0.5) for part in ("scoring pages", "attention")]
     monkeypatch.setattr(command.flops, "time_step_parts", lambda shape, load, device: parts)
     found = main([
@@ -293,7 +303,7 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
     assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
 
 
-def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, monkeypatch):
+def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, served_by):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     checked, started = {}, []
 
@@ -302,8 +312,7 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
         started.append((setting.name, command.settings.flags_of(args, setting)))
         yield NoServer(setting.arguments)
 
-    monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: checked.update(servers))
+    served_by(server, checked)
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8", "--draft-length", "4"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CharTokenizer, Here
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools import server_process as server
@@ -65,17 +64,15 @@ class SlowServer:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch, checked_here, char_tokenizer):
     """Returns a function that runs the command with a tiny model and texts of one letter."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for kind, letter in (("code", CODE), ("prose", PROSE)):
         (tmp_path / kind).write_text(letter * 1000)
-    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(SlowServer, "started", [])
     monkeypatch.setattr(SlowServer, "asked", [])
     monkeypatch.setattr(SlowServer, "broken", ())
     monkeypatch.setattr(command, "ServerProcess", SlowServer)
-    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
 
     def run(*more: str) -> int:
         texts = [f"--{kind}-file={tmp_path / kind}" for kind in ("code", "prose")]
@@ -105,23 +102,18 @@ def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_sele
     assert len(of_snapkv) == len(set(of_snapkv)) * 4, "two requests of code and two of prose in each wave"
 
 
-def test_a_second_run_measures_what_is_missing_and_the_table_gets_into_a_document(bench, tmp_path, monkeypatch, capsys):
-    file, document = tmp_path / "out.json", tmp_path / "methods.md"
-    document.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
+def test_a_second_run_measures_what_is_missing(bench, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "out.json"
     monkeypatch.setattr(SlowServer, "broken", ("int8",))
-    more = f"--json={file}", f"--write={document}", "--temperature=0", "--server=int8,stock,kivi"
+    more = f"--json={file}", "--temperature=0", "--server=int8,stock,kivi"
     assert bench(*more) == 1 and "int8: failed: it does not start" in capsys.readouterr().out
     assert [name for name, _ in SlowServer.started] == ["stock", "kivi"]
     monkeypatch.setattr(SlowServer, "broken", ())
     assert bench(*more, "--at-once=2") == 0
     assert [name for name, _ in SlowServer.started] == ["stock", "kivi", "int8"], "servers with figures do not start again"
-    text = document.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows == ["| method", "| stock", "| `kivi`", "| `snapkv+kivi`, 1/4", "| `int8`"]
     assert bench(*more, "--output-len=17") == 2 and "other values of --output-len" in capsys.readouterr().err
-    document.write_text("no marks")
-    assert main(["methods", f"--json={file}", f"--write={document}"]) == 2 and "lacks the lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

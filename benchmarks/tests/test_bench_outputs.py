@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.tools import output_files
+from sglang_ext_bench.options import check_outputs
 from sglang_ext_bench import __main__ as bench
 from sglang_ext.core import OptionError
 
@@ -13,7 +13,7 @@ from sglang_ext.core import OptionError
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "made" / "new.png"
     old.write_text("[1]")
-    output_files.check_outputs(argparse.Namespace(json=old, plot=new, logs=tmp_path / "logs", model="m"))
+    check_outputs(argparse.Namespace(json=old, plot=new, logs=tmp_path / "logs", model="m"))
     assert old.read_text() == "[1]" and new.parent.is_dir() and not new.exists()
     assert not list((tmp_path / "logs").iterdir())
 
@@ -22,7 +22,7 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=f"--{name} is '.*file/x.png'.*: pass a (file|folder)"):
-        output_files.check_outputs(argparse.Namespace(**{name: tmp_path / "file" / "x.png"}))
+        check_outputs(argparse.Namespace(**{name: tmp_path / "file" / "x.png"}))
 
 
 @pytest.mark.parametrize(

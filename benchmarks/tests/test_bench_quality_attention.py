@@ -76,7 +76,7 @@ class TinyModel(CapturedModel):
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        self._model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+        self._model = self.llama = LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
 
 
 def test_captured_attention_gives_the_models_own_outputs():
@@ -85,10 +85,10 @@ def test_captured_attention_gives_the_models_own_outputs():
     captured = model.attention(ids)
     assert ids[:6] == (1, 2, 3, 4, 5, 6) and len(ids) == 10 and len(captured) == 2
     seen: list[torch.Tensor] = []
-    projection = model._model.model.layers[1].self_attn.o_proj
+    projection = model.llama.model.layers[1].self_attn.o_proj
     handle = projection.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     with torch.inference_mode():
-        model._model(torch.tensor([ids]))
+        model.llama(torch.tensor([ids]))
     handle.remove()
     last = captured[1]
     assert (last.keys.shape, last.queries.shape, last.layer_id) == ((10, 2, 8), (10, 4, 8), 1)

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_helpers import CharTokenizer, Here
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools import server_process as bench_server
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.prompts import Prompt
@@ -34,10 +32,7 @@ TOPS = 3
 OUTPUT = 4
 
 
-@pytest.fixture(autouse=True)
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the flags of servers in this process."""
-    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 def config(*words: str) -> QualityConfig:
@@ -252,12 +247,11 @@ def test_scores_of_other_tokens_are_refused():
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, char_tokenizer: None):
     """Runs the command with fake servers. Returns the exit code, the JSON report and the first bytes of the plot."""
 
     def go(*words: str, server: type[FakeServer] = FakeServer) -> tuple[int, dict[str, Any], bytes]:
         monkeypatch.setattr(command, "arm_server", lambda config, arm, logs: nullcontext(server(arm)))
-        monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
         monkeypatch.setattr(command, "CapturedModel", lambda model, dtype: None)
         errors = [AttentionError("snapkv", 0.5, (0.1, 0.3), (0.2, 0.9))]
         monkeypatch.setattr(command, "measure_errors", lambda *given: iter(errors))

@@ -11,10 +11,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from bench_helpers import CharTokenizer, Here
+from bench_helpers import CharTokenizer
 
 from sglang_ext.tools import CommandError, server_flags
-from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
@@ -257,14 +256,12 @@ class StubServer:
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path, checked_here, char_tokenizer):
     """Runs the command on needles of two lengths with stub servers. Returns the exit code."""
-    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(runner, "ServerProcess", StubServer)
     monkeypatch.setattr(runner, "generate", StubServer.generate)
     monkeypatch.setattr(runner, "compressed_share", lambda *_: 0.25)
     monkeypatch.setattr(runner, "token_bytes", lambda *_: 10)
-    monkeypatch.setattr(command, "load_tokenizer", lambda model: CharTokenizer())
     monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
     for name in ("asked", "started", "gpus", "memory"):
         monkeypatch.setattr(StubServer, name, [])
@@ -283,15 +280,12 @@ def run(monkeypatch, tmp_path):
 
 
 def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run, tmp_path, capsys):
-    document, json_file = tmp_path / "page.md", tmp_path / "report.json"
-    document.write_text("before\n<!-- cpu: begin -->\nold\n<!-- cpu: end -->\nafter\n")
-    words = ("--document", str(document), "--mark", "cpu", "--json", str(json_file), "--plot", str(tmp_path / "plot.png"))
-    assert run(*words) == 0
+    json_file = tmp_path / "report.json"
+    assert run("--json", str(json_file), "--plot", str(tmp_path / "plot.png")) == 0
+    page = capsys.readouterr().out
     assert sorted(StubServer.started) == ["full", "int4", "kivi"]
     # Requests name their method if a server has several.
     assert Counter(StubServer.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
-    page = document.read_text()
-    assert page.startswith("before\n<!-- cpu: begin -->\n") and page.endswith("<!-- cpu: end -->\nafter\n") and "old" not in page
     assert "**ruler**: within 2 points of full KV: `kivi`, `int4`." in page
     assert "| `snapkv:0.25` | 0.250 | 0.0 ± 0.0 | -100.0 ± 0.0 | no | 0 |" in page and "| needles | 2,500 | 100.0 ± 0.0 |" in page
     # Answers that full KV gives in place of a method are counted.
@@ -299,7 +293,9 @@ def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run,
     report = json.loads(json_file.read_text())
     assert [arm["name"] for arm in report["arms"]] == ["full", "kivi", "snapkv:0.25", "int4"]
     assert report["arms"][2]["suites"]["ruler"]["verdict"] == "no" and (tmp_path / "plot.png").stat().st_size > 0
-    capsys.readouterr()
+    # A results page shows the same tables.
+    arms = command.suite_report.from_json(report["arms"])
+    assert command.suite_report.tables(arms, report["settings"], report["measured_on"]) in page
 
 
 def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
@@ -340,7 +336,6 @@ def test_results_of_another_model_are_not_mixed_in(run):
         (("--ruler-tasks", "poems"), "--ruler-tasks 'poems'"),
         (("--cases", "0"), "--cases 0"),
         (("--port", "30000", "--servers-at-once", "2"), "need different ports"),
-        (("--document", "missing.md"), "<!-- measured: begin -->"),
     ],
 )
 def test_options_that_a_suite_does_not_support_are_refused(run, words, told):
@@ -354,10 +349,3 @@ def test_options_of_suites_are_refused_without_one():
     add_arguments(parser)
     with pytest.raises(CommandError, match="--cases 7: only --suite reads it"):
         options.run(parser.parse_args(["--model", "m", "--prompts", "p", "--cases", "7"]))
-
-
-def test_a_document_without_both_marks_is_refused(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- gpu: end -->\n<!-- gpu: begin -->\n")
-    with pytest.raises(CommandError, match="needs a file that has the lines <!-- gpu: begin --> and <!-- gpu: end -->"):
-        command.suite_report.check_marks(page, "gpu")

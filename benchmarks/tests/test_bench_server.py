@@ -164,7 +164,7 @@ class TestServerProcess:
         assert not server.running
 
     def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.5)
+        server = ServerProcess("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.1)
         child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
         server.command = (sys.executable, "-c", leader)
@@ -218,7 +218,7 @@ from pathlib import Path
 from sglang_ext.tools import server_process as server
 # The default of a terminal; under nohup the signal would be ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-server.INTERRUPTED_GRACE = 0.5
+server.INTERRUPTED_GRACE = server.ORPHAN_GRACE = 0.2
 process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
 process.command = (sys.executable, "-c", {stubborn!r})
 process.alive = lambda timeout: True
@@ -229,7 +229,9 @@ def run(args):
         print(process._process.pid, flush=True)
         waiting = threading.Thread(target=process._process.wait)
         waiting.start()
-        time.sleep(60)
+        # In short steps: Python handles a signal that comes just before a sleep only after it.
+        while True:
+            time.sleep(0.05)
 from sglang_ext_bench import corpus
 corpus.run = run
 sys.argv = ["bench", "prompts", "--out", {str(tmp_path / "out")!r}, "--tokenizer", "t"]
@@ -241,7 +243,7 @@ runpy.run_module("sglang_ext_bench", run_name="__main__")
             for _ in range(times):
                 bench.send_signal(number)
                 time.sleep(0.2)
-            assert bench.wait(10) == 128 + number
+            assert bench.wait(60) == 128 + number
         assert not is_running(server)
 
     def test_a_benchmark_that_is_ended_starts_no_further_server(self, tmp_path: Path) -> None:
@@ -297,8 +299,12 @@ def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.Ca
     assert not multiprocessing.active_children()
 
 
-def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Warnings about benchmark flags, such as a file that is written, belong to the servers' logs."""
+    # A fork has SGLang loaded. The test above starts a process anew.
+    monkeypatch.setattr(server_module.multiprocessing, "get_context", lambda kind, get=multiprocessing.get_context: get("fork"))
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode", "prefill")
     (tmp_path / "config.json").write_text("{}")
     check_servers(str(tmp_path), {"raw prefill": (*links, "--kv-bench-timeline", str(tmp_path / "any-timeline.jsonl"), "--kv-bench-codec", CODECS["int4"])})

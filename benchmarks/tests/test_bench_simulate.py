@@ -40,7 +40,7 @@ def test_each_request_gets_its_output_and_no_memory_is_used_twice(policy, more):
     simulation = simulation_of(*SMALL, "--memory-tokens", "40000", *more, policy=policy)
     while not simulation.is_finished:
         simulation.run_round()
-        loading = simulation.scheduler._loads.memory.reserved(0) if not simulation.is_plain else 0.0
+        loading = simulation.scheduler.memory.reserved(0) if not simulation.is_plain else 0.0
         assert simulation.memory.used_tokens(simulation.running.values()) + loading <= simulation.memory.capacity * (1 + 1e-9)
     assert simulation.totals.all_rounds.tokens == sum(request.output_len for request in simulation.requests)
     assert all(request.generated == request.output_len for request in simulation.requests)

@@ -13,10 +13,9 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from bench_helpers import PROMPT, Here
+from bench_helpers import PROMPT
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools import server_process as bench_server
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.soaking import (
     disaggregated,
@@ -37,10 +36,7 @@ from sglang_ext_bench.soaking.tally import Tally
 from sglang_ext_bench.soaking.traffic import MALFORMED, SoakRequest, cases
 
 
-@pytest.fixture(autouse=True)
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the flags of servers in this process."""
-    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 class FakeServer:
@@ -113,9 +109,8 @@ class FakeServer:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
+def server(monkeypatch: pytest.MonkeyPatch, char_tokenizer: None) -> type[FakeServer]:
     monkeypatch.setattr(soak, "ServerProcess", FakeServer)
-    monkeypatch.setattr(soak, "load_tokenizer", lambda model: None)
     monkeypatch.setattr(soak, "load_prompts", lambda path, tokenizer: (PROMPT,))
     monkeypatch.setattr(soak, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(FakeServer, "made", [])

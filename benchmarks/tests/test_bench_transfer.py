@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
 from sglang_ext_bench.speed.decode_wave import Stream
 from sglang_ext_bench.transfer import accuracy, clocks, command, results
 from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
-from sglang_ext.config import transports
+from sglang_ext.config import disaggregation_options
 from sglang_ext_bench.transfer.server_pair import TransferResponse
 from sglang_ext_bench.transfer.results import summarize, survival
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 
 PROMPT = 200
 
@@ -167,12 +166,12 @@ def test_methods_differ_in_how_kv_travels_alone():
 
 
 def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
-    monkeypatch.setattr(transports, "find_spec", lambda name: None)
+    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: None)
     asked = command.possible_pairs([parse_method("mooncake_tcp"), parse_method("int8")], [None])
     assert [each.name for each, _ in asked] == ["int8"]
     assert "mooncake_tcp-unlimited: skipped: the package mooncake is not installed: pip install" in capsys.readouterr().out
-    monkeypatch.setattr(transports, "find_spec", lambda name: object())
-    monkeypatch.setattr(transports, "import_module", lambda name: object())
+    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: object())
+    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: object())
     assert "cannot be limited to 0.1 Gbit/s" in obstacle(parse_method("mooncake_tcp"), 0.1) and obstacle(parse_method("mooncake_tcp"), None) is None
 
 
@@ -208,11 +207,10 @@ class Fakes:
         return lynx() if self.draws else plain(cached=0 if self.asked % 2 else PROMPT - 1)
 
 
-def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys):
+def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys, checked_here):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "ServerPair", Fakes)
-    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["transfer", "--model", str(tmp_path), *wanted, *files]) == 0
@@ -223,7 +221,7 @@ def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, 
     assert (tmp_path / "out.png").stat().st_size > 10000 and report["left"] == []
 
 
-def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
+def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch, checked_here):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}))
 
     class Ended(Fakes):
@@ -233,7 +231,6 @@ def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
             return super().send(prompt, tokens)
 
     monkeypatch.setattr(command, "ServerPair", Ended)
-    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx,int4", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     with pytest.raises(KeyboardInterrupt):
         main(["transfer", "--model", str(tmp_path), *wanted, "--json", str(tmp_path / "out.json")])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import gpu_machine
+import pytest
 from check_names import OF_SGLANG, PLAIN
 
 from sglang_ext_bench import on_gpu
@@ -61,6 +62,7 @@ def test_the_list_runs_nothing(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are_refused_before(tmp_path):
     model = on_gpu.make_model_folder(tmp_path / "shapes")
     benches = tuple(f"{BENCH} {each} " for each in ("jobs", "longcot", "methods", "transfer"))
@@ -79,7 +81,7 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are
     assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(8), gpu_machine.Asked(6))
     for name, told in (
         ("packs", "--pack-layers '6': cache ranks on GPUs .*: pass auto, or leave it out"),
-        ("queries", "the server true-query lossy 64 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
+        ("queries", "the server true-query lossy 64 cannot start: --kv-compressor .*TrueQuery.* pass --kv-compressor spade.* or --device cpu"),
         ("GPUs", "the server spade-ranks lossy 64 cannot start: .* there are 2 GPUs: pass fewer ranks"),
     ):
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]

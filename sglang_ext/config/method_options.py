@@ -1,25 +1,23 @@
 """The compression methods that a server offers, of which a request selects one by name: allowed values and combinations, budgets by
-head, and the folders that methods read."""
+head, and the folders that methods read.
+
+The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.config import model_options
-from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, check_allowed
-from sglang_ext.core import OptionError
+from sglang_ext.config.options import attention_backends, expected_device
+from sglang_ext.config.rules import KVServerArgs, Range
+from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
+BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
 
 
 @dataclass(frozen=True)
@@ -47,23 +45,25 @@ class OfferedMethod:
         return catalogue.parse(self.compressor)[1]
 
     def is_named(self, asked: object) -> bool:
-        """Whether a name in a request means this method. Both the flag's name and the public name do, and ``snapkv:.5`` is
-        ``snapkv:0.50``."""
+        """Whether a name in a request means this method: its name or its public name, also with a budget written differently."""
         if not isinstance(asked, str):
             return False
         if asked == self.name or asked == self.public_name:
             return True
         compressor, text = catalogue.split(asked)
         try:
-            known = (self.compressor, self.public_name.removesuffix(self.suffix))
-            return text is not None and compressor in known and float(text) == self.budget
+            return text is not None and compressor in (self.compressor, self._public_compressor) and float(text) == self.budget
         except ValueError:
             return False
 
     @property
+    def _public_compressor(self) -> str:
+        return "+".join(part for part in (self.drop_method, self.quant_method) if part)
+
+    @property
     def public_name(self) -> str:
         """Name in ``meta_info`` and metrics: as ``name``, but a user's own class has its class name, without its file."""
-        return "+".join(part for part in (self.drop_method, self.quant_method) if part) + self.suffix
+        return self._public_compressor + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -71,7 +71,7 @@ class OfferedMethod:
         return self.name.removeprefix(self.compressor)
 
 
-def offered_methods(args: "KVServerArgs") -> tuple[OfferedMethod, ...]:
+def offered_methods(args: KVServerArgs) -> tuple[OfferedMethod, ...]:
     """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
@@ -83,14 +83,15 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: "KVServerArgs") -> tuple[catalogue.MethodSpec, ...]:
-    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions.
-
-    Raises:
-        OptionError: A method does not support so many bits, or such partitions.
-    """
+def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
+    """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions."""
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
+
+
+def drop_methods(args: KVServerArgs) -> set[str]:
+    """Names of the methods of a server that drop tokens."""
+    return {offer.drop_method for offer in offered_methods(args) if offer.drop_method is not None}
 
 
 def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
@@ -98,13 +99,8 @@ def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
-def resolve(args: "KVServerArgs") -> None:
-    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget``, ``--kv-bits`` and ``--kv-partition``, and
-    set the default budget.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+def resolve(args: KVServerArgs) -> None:
+    """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have."""
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
         raise OptionError(
@@ -115,37 +111,17 @@ def resolve(args: "KVServerArgs") -> None:
     found = offered_methods(args)
     for place, offer in enumerate(found):
         _check_differs(offer, found[:place])
-    _check_alone(found)
+    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
+    if pointing and len(found) > 1:
+        raise OptionError(
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
+            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
+        )
     packs = shared_quant_method(found)
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
         catalogue.partition_size(packs, args.kv_partition)
-    elif args.kv_bits is not None:
-        raise OptionError(_why_no_bits(found[0], args.kv_bits))
-    elif args.kv_partition is not None:
-        raise OptionError(
-            f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "
-            f"pass --kv-compressor {catalogue.partitioned()[0]}"
-        )
-    check_allowed("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
-    compressors = tuple(offer.compressor for offer in found)
-    _check_folders(args, compressors)
-
-
-def _why_no_bits(offer: OfferedMethod, bits: int) -> str:
-    """Message that refuses ``--kv-bits`` with a method that packs nothing, with the remedy."""
-    named = offer.compressor
-    why = f"--kv-bits is {bits}, but --kv-compressor {named} keeps tokens as they are"
-    if offer.drop_method == Spade.name:
-        wanted = bits if bits in SCORE_BITS else min(SCORE_BITS)
-        allowed = f"{', '.join(map(str, SCORE_BITS[:-1]))} or {SCORE_BITS[-1]}"
-        return (
-            f"{why}, and selects with keys in {allowed} bits: pass --kv-score-bits {wanted} instead, leave it out, or pass "
-            "--kv-compressor kivi"
-        )
-    # Compressed KV that points into full KV has no tokens of its own to pack.
-    remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"add a packing method: --kv-compressor {named}+kivi"
-    return f"{why}: leave it out, or {remedy}"
+    _check_folders(args, tuple(offer.compressor for offer in found))
 
 
 def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
@@ -156,18 +132,12 @@ def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, tol
         budget: The requested share. None for the method's default.
         flag: The flag that names the compressor, for messages.
         told: Format of the budget in messages.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
         return 1.0 if drops is None else DEFAULT_BUDGET
-    if not (isinstance(budget, int | float) and 0 < budget <= 1):
-        raise OptionError(
-            f"{told.format(budget)}; it is the share of the KV cache that is kept: pass a number above 0 and at most 1, for "
-            "example 0.25"
-        )
+    if not BUDGETS.allows(budget):
+        raise OptionError(f"{told.format(budget)}; it is the share of the KV cache that is kept: pass {BUDGETS}, for example 0.25")
     if drops is None and budget < 1:
         raise OptionError(
             f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
@@ -182,9 +152,7 @@ def _parsed(item: str) -> OfferedMethod:
     try:
         budget = None if text is None else float(text)
     except ValueError:
-        raise OptionError(
-            f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
-        ) from None
+        raise OptionError(f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi") from None
     return OfferedMethod(item, compressor, resolve_budget(compressor, budget, MORE, f"{MORE} has {item!r}, with budget {{}}"))
 
 
@@ -206,25 +174,10 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
         )
 
 
-def _check_alone(found: tuple[OfferedMethod, ...]) -> None:
-    """Refuse other methods together with one whose compressed KV points into full KV."""
-    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
-    if pointing and len(found) > 1:
-        raise OptionError(
-            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its compressed KV points into full KV, and that of other "
-            f"methods does not. Use it alone, or pass {', '.join(catalogue.builtin_names(catalogue.packable()))}"
-        )
-
-
-def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+def check_resolved(args: KVServerArgs) -> None:
+    """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends."""
     found = offered_methods(args)
-    predicted = any(offer.drop_method == KVzap.name for offer in found)
-    if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+    if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
@@ -236,7 +189,11 @@ def check_resolved(args: "KVServerArgs") -> None:
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
-    _check_has_kernels(args, packed, flag)
+    if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
+        raise OptionError(
+            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
+            f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
+        )
     check_partitions(args, lambda: args.get_model_config().head_dim)
     copies = f"packed KV of {flag} {packed.name}"
     model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
@@ -248,110 +205,56 @@ def _packed_by(offer: OfferedMethod, packs: str) -> str:
     return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
 
 
-def _check_has_kernels(args: "KVServerArgs", packed: OfferedMethod, flag: str) -> None:
-    """Refuse a method without GPU kernels on a GPU. ``flag`` names it."""
-    if packed.quant_method not in catalogue.on_gpu() and args.device != "cpu":
-        raise OptionError(
-            f"--device is {args.device} with {flag} {packed.name}; {packed.quant_method} packs tokens on a CPU only, on a GPU "
-            f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
-        )
-
-
-def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -> None:
+def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads.
 
     Args:
         args: The server's arguments.
         head_dim: Returns the channels of a head. Called only if keys are partitioned. None if not known yet.
-
-    Raises:
-        OptionError: Names the partition, and the allowed ones.
     """
     found = offered_methods(args)
-    for offer in found:
-        if offer.quant_method:
-            _check_partition(args, offer, FIRST if offer is found[0] else MORE, head_dim)
+    for packed in (offer for offer in found if offer.quant_method):
+        partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
+        if partition is None or (dim := head_dim()) is None or dim % partition == 0:
+            continue
+        flag = FIRST if packed is found[0] else MORE
+        smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
+        remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
+        raise OptionError(
+            f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
+            f"partitions keys: pass {remedy}"
+        )
 
 
-def _check_partition(args: "KVServerArgs", packed: OfferedMethod, flag: str, head_dim: Callable[[], int | None]) -> None:
-    """Refuse partitions of keys that do not divide the model's heads. ``flag`` names the method."""
-    partition = catalogue.partition_size(packed.quant_method, args.kv_partition)
-    if partition is None or (dim := head_dim()) is None or dim % partition == 0:
-        return
-    smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
-    remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
-    raise OptionError(
-        f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
-        f"partitions keys: pass {remedy}"
-    )
-
-
-HEAD_BUDGETS = ("auto", "equal", "adaptive")
-
-
-def resolve_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse options that cannot be combined with ``adaptive``, and resolve ``auto``.
+def resolve_head_budgets(args: KVServerArgs) -> None:
+    """Resolve ``--kv-head-budgets auto``.
 
     ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
     over all heads than within one, a verification gives half as many tokens again. A draft takes a quarter longer on an H200. So adaptive
     pays for these methods, and for no other.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
     """
-    check_allowed("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
     first, *others = offered_methods(args)
-    drops, packs = first.drop_method, first.quant_method
     if args.kv_head_budgets == "auto":
-        better = drops is not None and COMPRESSORS[drops].better_uneven
-        args.kv_head_budgets = "adaptive" if better and not others and packs is None and _are_read(args) else "equal"
-    if args.kv_head_budgets == "equal":
-        return
-    if others:
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: if heads keep different "
-            "numbers of tokens, all requests must use one method. Pass equal, or leave --kv-more-compressors out"
-        )
-    if packs is not None:
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
-            f"tokens. Pass equal, or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
-        )
-    if drops not in catalogue.comparable():
-        raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}, whose scores do not compare over heads: pass equal, "
-            f"or one of {', '.join(catalogue.builtin_names(catalogue.comparable()))}"
-        )
+        better = first.drop_method in catalogue.better_uneven()
+        alone = better and not others and first.quant_method is None
+        device = expected_device(args.device)
+        backends = model_options.COMPRESSED_KV_BACKENDS.get(device)
+        can_read = backends is not None and attention_backends(args) <= set(backends)
+        # In deterministic mode on a GPU attention cannot read uneven heads in a batch with a request that cannot be drafted (planner.py).
+        can_read = can_read and (device == "cpu" or not args.enable_deterministic_inference)
+        args.kv_head_budgets = "adaptive" if alone and can_read else "equal"
 
 
-def check_head_budgets(args: "KVServerArgs") -> None:
-    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
-    """
+def check_head_budgets(args: KVServerArgs) -> None:
+    """Refuse uneven heads if attention cannot read them, after SGLang selected device and backends."""
     if args.kv_head_budgets == "adaptive":
         model_options.check_compressed_kv_backends(args, "compressed KV of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
-def _are_read(args: "KVServerArgs") -> bool:
-    """Whether attention can read uneven heads with the current selection, in batches with any request.
-
-    In deterministic mode on a GPU it cannot, in a batch with a request that cannot be drafted (planner.py).
-    """
-    device = expected_device(args.device)
-    read = device in model_options.COMPRESSED_KV_BACKENDS and attention_backends(args) <= set(model_options.COMPRESSED_KV_BACKENDS[device])
-    return read and (device == "cpu" or not args.enable_deterministic_inference)
-
-
-def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
-    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one.
-
-    Raises:
-        OptionError: Names the flag, its value and the remedy.
-    """
+def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
+    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := COMPRESSORS[name].reads) is None:
+        if (wanted := catalogue.required_folder(name)) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)
@@ -384,16 +287,8 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
     return next((place for place, offer in enumerate(found) if offer.is_named(asked)), None)
 
 
-def check_request(args: "KVServerArgs", asked: object) -> None:
-    """Refuse a method that the server does not have.
-
-    Args:
-        args: The server's arguments.
-        asked: The value of :data:`COMPRESSOR_PARAM` in a request.
-
-    Raises:
-        ValueError: Names the method and those that the server has.
-    """
+def check_request(args: KVServerArgs, asked: object) -> None:
+    """Refuse a request's :data:`COMPRESSOR_PARAM` that is no method of the server: ``ValueError`` names the server's."""
     found = offered_methods(args)
     if method_index(found, {COMPRESSOR_PARAM: asked}) is None:
         raise ValueError(

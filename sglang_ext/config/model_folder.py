@@ -11,21 +11,15 @@ CONFIGS = ("config.json", "params.json")
 """The second is Mistral's."""
 
 
-def is_path(model: str) -> bool:
-    """Whether the name is a path: it is written like one, or is in an existing folder."""
-    path = Path(model)
-    return _is_written(path, model) or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
-
-
-def _is_written(path: Path, model: str) -> bool:
-    """Whether it cannot be a name on the Hub: absolute, or relative to ``.``, ``..`` or ``~``."""
-    return path.is_absolute() or model.startswith(("./", "../", "~"))
+def _is_path(path: Path, model: str) -> bool:
+    """Whether it exists, or cannot be a name on the Hub: absolute, or relative to ``.``, ``..`` or ``~``."""
+    return path.exists() or path.is_absolute() or model.startswith(("./", "../", "~"))
 
 
 def find_problem(model: str) -> str | None:
     """Why the path ``model`` contains no model, in one sentence. None if it contains one, or if ``model`` is a name on the Hub."""
     path = Path(model)
-    if not is_path(model):
+    if not _is_path(path, model) and (path.parent == Path(".") or not path.parent.is_dir()):
         return None
     if not path.exists():
         return f"{model}: no such folder"
@@ -35,24 +29,14 @@ def find_problem(model: str) -> str | None:
 
 
 def check(model: str) -> None:
-    """Refuse a path without a model, before SGLang queries the Hub for it. A name on the Hub may begin like a folder.
-
-    Raises:
-        OptionError: Names the path, and the remedy.
-    """
-    path = Path(model)
-    found = find_problem(model) if _is_written(path, model) or path.exists() else None
+    """Refuse a path without a model (``OptionError``), before SGLang queries the Hub for it. A name on the Hub may begin like a folder."""
+    found = find_problem(model) if _is_path(Path(model), model) else None
     if found is not None and model.lower() not in ("none", "dummy"):
         raise OptionError(f"--model-path {found}: pass a Hugging Face folder, with its {CONFIGS[0]}, or a name on the Hub")
 
 
 def unreadable_model(model: str, error: OSError) -> OptionError:
-    """Create the error for a model whose config SGLang could not read.
-
-    Args:
-        model: The model as it was passed.
-        error: The error of Hugging Face's library.
-    """
+    """Create the error for a model whose config SGLang could not read. ``error`` is that of Hugging Face's library."""
     why = str(error).strip().split("\n")[0].removesuffix(".")
     where = "" if Path(model).exists() else f"there is no such folder in {Path.cwd()}, and as a name on the Hub "
     return OptionError(
@@ -62,11 +46,7 @@ def unreadable_model(model: str, error: OSError) -> OptionError:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's ``config.json``.
-
-    Raises:
-        OptionError: the folder has none, or it is no JSON object.
-    """
+    """A model's ``config.json``. Raises ``OptionError`` if the folder has none, or if it is no JSON object."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:

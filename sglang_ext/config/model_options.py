@@ -1,20 +1,12 @@
 """Models, attention backends and graphs that a compressed KV cache supports, checked after SGLang selected them."""
 
-from typing import TYPE_CHECKING
-
 from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends, can_offload_full_kv
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
-
-def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse attention backends, graphs and models, after SGLang resolved its defaults.
-
-    Raises:
-        OptionError: Names the unsupported option, and the supported ones.
-    """
+def check_resolved(args: KVServerArgs) -> None:
+    """Refuse attention backends, graphs and models (``OptionError``), after SGLang resolved its defaults."""
     if args.cuda_graph_config.prefill.backend == "full":
         raise OptionError(
             f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
@@ -43,11 +35,8 @@ def check_resolved(args: "KVServerArgs") -> None:
     _check_deterministic_heads(args, config)
 
 
-def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
-    """Refuse bit-identical verification of heads that SGLang decodes with vector products instead of matrix products.
-
-    SGLang's Triton decode has a separate kernel if a KV head has one query head. Our kernel has the arithmetic of the other one.
-    """
+def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
+    """Refuse bit-identical verification of heads with one query head, which SGLang's Triton decode computes in another kernel."""
     exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
     query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
     if exact and query_heads == kv_heads:
@@ -72,7 +61,8 @@ def unsupported_model_reason(config: object) -> str | None:
         return "it uses multi-head latent attention (MLA)"
     if getattr(config, "is_hybrid_swa", False) or _uses_sliding_window(text):
         return "it uses sliding-window attention"
-    if _has_recurrent_layers(text):
+    recurrent = any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type"))
+    if recurrent or any("attention" not in kind for kind in getattr(text, "layer_types", None) or ()):
         return "it is a hybrid of attention and recurrent layers"
     if config.is_multimodal:
         return "it is multimodal"
@@ -86,16 +76,8 @@ def unsupported_model_reason(config: object) -> str | None:
     return None
 
 
-def _has_recurrent_layers(text: object) -> bool:
-    if any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type")):
-        return True
-    return any("attention" not in kind for kind in getattr(text, "layer_types", None) or ())
-
-
 def _uses_sliding_window(text: object) -> bool:
-    if getattr(text, "sliding_window", None) is None:
-        return False
-    if getattr(text, "use_sliding_window", True) is False:
+    if getattr(text, "sliding_window", None) is None or getattr(text, "use_sliding_window", True) is False:
         return False
     kinds = getattr(text, "layer_types", None)
     return kinds is None or any("sliding" in kind for kind in kinds)
@@ -106,7 +88,7 @@ def _uses_sliding_window(text: object) -> bool:
 COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
-def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str) -> None:
+def check_compressed_kv_backends(args: KVServerArgs, copies: str, remedy: str) -> None:
     """Refuse devices, backends and schedules that cannot read compressed KV without plain tokens, after SGLang selected them.
 
     Args:
@@ -119,8 +101,9 @@ def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str)
     """
     found = attention_backends(args)
     if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):
+        readers = ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COMPRESSED_KV_BACKENDS.items())
         raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} can be read on {_readers()}. "
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} can be read on {readers}. "
             f"Pass one of these, or {remedy}."
         )
     if args.device != "cpu" and args.enable_deterministic_inference and can_offload_full_kv(args):
@@ -129,7 +112,3 @@ def check_compressed_kv_backends(args: "KVServerArgs", copies: str, remedy: str)
             "request at a time: requests that decode on full KV in the same steps would round differently. "
             f"Pass --kv-full-tier device, or {remedy}."
         )
-
-
-def _readers() -> str:
-    return ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COMPRESSED_KV_BACKENDS.items())

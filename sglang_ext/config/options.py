@@ -1,20 +1,15 @@
-"""Allowed values of the flags, and settings derived from them: draft lengths and verification widths.
-
-Defined in one place, so that ``--help``, the checks at start, the doctor and the tests agree.
-"""
-
-from typing import TYPE_CHECKING
+"""Settings derived from the flags: draft lengths, verification widths, and where full KV is stored."""
 
 import torch
 
-from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT, PLAIN_STEPS, OptionError
+from sglang_ext.config.rules import KVServerArgs, Refusal, render_text
+from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.mem_cache.compressors import catalogue
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
 MAX_DRAFT_LENGTH = 64
+# KV that prompts attend to: --kv-prefill.
+EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
 FULL_TIERS = ("auto", "device", "host")
 # Maximum drafts before a verification whose full KV is loaded from the host.
 MAX_OFFLOAD_DRAFT_LENGTH = 256
@@ -35,42 +30,33 @@ ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
 
 
-def check_allowed(flag: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse a flag's value that is not allowed.
-
-    Raises:
-        OptionError: Names the flag, its value and the allowed values.
-    """
-    if value not in allowed:
-        raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
-
-
 def expected_device(device: str | None) -> str:
     """The device of a server with this ``--device``, before SGLang selects it. If None, the device that torch finds."""
     return (device or ("cuda" if torch.cuda.is_available() else "cpu")).split(":")[0]
 
 
-def attention_backends(args: "KVServerArgs") -> set[str]:
+def attention_backends(args: KVServerArgs) -> set[str]:
     """The attention backends that flags or SGLang selected so far."""
     return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
 
 
-def ranks_per_host(args: "KVServerArgs") -> int:
+def ranks_per_host(args: KVServerArgs) -> int:
     """Number of tensor-parallel ranks on one host."""
     return -(-args.tp_size // args.nnodes)
 
 
-def parse_int_or_word(text: str) -> int | str:
-    """Parse a flag's value: a whole number, or a word such as ``auto``, which is checked later."""
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
-def requested_draft_length(args: "KVServerArgs") -> int:
+def requested_draft_length(args: KVServerArgs) -> int:
     """Maximum drafts of a round according to ``--kv-draft-length``."""
     return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
 
 
-def max_draft_length(args: "KVServerArgs") -> int:
+def max_verified_tokens(args: KVServerArgs) -> int:
+    """Maximum tokens that a verification gives without ``--kv-max-burst``."""
+    offloaded = args.kv_offload_draft_length if can_offload_full_kv(args) else 0
+    return max(requested_draft_length(args), offloaded, MAX_EARLY_DRAFTS if has_early_decoding(args) else 0) + 1
+
+
+def max_draft_length(args: KVServerArgs) -> int:
     """Maximum drafts of a round. In mode lossy, which drafts nothing, the steps of a round, whatever the draft flags are."""
     if args.kv_mode == "lossy":
         return PLAIN_STEPS
@@ -78,28 +64,29 @@ def max_draft_length(args: "KVServerArgs") -> int:
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 
-def offload_obstacle(args: "KVServerArgs") -> str | None:
-    """Why full KV of running requests cannot leave the device, and the remedy. None if it can."""
-    for refused, why in (
-        (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
-        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
-        (
-            catalogue.points(args.kv_compressor),
-            f"drafts of --kv-compressor {args.kv_compressor} read full KV on the device: pass --kv-compressor snapkv",
-        ),
-        (args.disable_radix_cache, "only nodes of the prefix tree can leave the device: leave out --disable-radix-cache"),
-    ):
-        if refused:
-            return why
-    return None
+OFFLOAD_OBSTACLES = (
+    Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "there is no host memory for full KV", "pass --kv-host-gb"),
+    Refusal("--kv-mode lossy", lambda args: args.kv_mode != "verified", "--kv-mode lossy verifies nothing", "pass --kv-mode verified"),
+    Refusal(
+        "--kv-compressor {args.kv_compressor}", lambda args: catalogue.points(args.kv_compressor),
+        "drafts of --kv-compressor {args.kv_compressor} read full KV on the device", "pass --kv-compressor snapkv",
+    ),
+)  # fmt: skip
+"""Why full KV of running requests cannot leave the device. ``--kv-host-gb`` also needs the prefix tree."""
 
 
-def can_offload_full_kv(args: "KVServerArgs") -> bool:
+def offload_obstacle(args: KVServerArgs) -> tuple[str, str]:
+    """Why full KV of running requests cannot leave the device, and the remedy. Both are empty if it can."""
+    found = (each for each in OFFLOAD_OBSTACLES if each.is_requested(args))
+    return next(((render_text(each.why, args), render_text(each.remedy, args)) for each in found), ("", ""))
+
+
+def can_offload_full_kv(args: KVServerArgs) -> bool:
     """Whether full KV of running requests may leave the device."""
-    return args.kv_full_tier != "device" and offload_obstacle(args) is None
+    return args.kv_full_tier != "device" and not any(offload_obstacle(args))
 
 
-def why_full_kv_stays(args: "KVServerArgs") -> str | None:
+def why_full_kv_stays(args: KVServerArgs) -> str | None:
     """Why mode lossy keeps full KV in addition to compressed KV of all tokens, in a few words. None if it frees it."""
     # Such a decode server computes no prompts. It is sent freed full KV again if it needs it.
     sent = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
@@ -108,38 +95,30 @@ def why_full_kv_stays(args: "KVServerArgs") -> str | None:
         (args.kv_host_gb, "it moves to host memory when other requests need its slots"),
         (args.disaggregation_mode != "null" and not sent, "it is transferred"),
         (args.disable_radix_cache and not sent, "quantized-only KV needs a prefix tree"),
-        (
-            args.enable_deterministic_inference and args.device != "cpu",
-            "in deterministic mode compressed KV cannot be read together with full KV",
-        ),
+        (args.enable_deterministic_inference and args.device != "cpu", "in deterministic mode compressed KV cannot be read together with full KV"),
     ):
         if kept:
             return why
     return None
 
 
-def has_progressive_transfer(args: "KVServerArgs") -> bool:
+def has_progressive_transfer(args: KVServerArgs) -> bool:
     """Whether KV is transferred with our backend."""
     return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
 
 
-def has_early_decoding(args: "KVServerArgs") -> bool:
+def has_early_decoding(args: KVServerArgs) -> bool:
     """Whether requests draft on the anchors of their KV while the residuals arrive from a prefill server."""
-    return (
-        args.kv_mode == "verified"
-        and args.disaggregation_mode == "decode"
-        and args.disaggregation_transfer_backend == BACKEND
-        and args.kv_reference != RAW
-        and args.kv_bench_codec is None
-    )
+    receives = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
+    return receives and args.kv_mode == "verified" and args.kv_reference != RAW and args.kv_bench_codec is None
 
 
-def has_deferred_verification(args: "KVServerArgs") -> bool:
+def has_deferred_verification(args: KVServerArgs) -> bool:
     """Whether verifications wait for full KV from host memory or a link, so that drafts are pending over several rounds."""
     return can_offload_full_kv(args) or has_early_decoding(args)
 
 
-def max_pending_drafts(args: "KVServerArgs") -> int:
+def max_pending_drafts(args: KVServerArgs) -> int:
     """Maximum pending drafts of a request. If full KV may leave the device, a whole number of rounds."""
     longest = max_draft_length(args)
     if not has_deferred_verification(args):
@@ -150,19 +129,19 @@ def max_pending_drafts(args: "KVServerArgs") -> int:
     return max(1, min(args.kv_offload_draft_length, burst) // longest) * longest
 
 
-def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
+def verify_widths(args: KVServerArgs) -> tuple[int, ...]:
     """Tokens per request in verifications of one round's drafts. Several widths if the draft length is selected automatically."""
     widest = max_draft_length(args) + 1
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
-def max_captured_tokens(args: "KVServerArgs", requests: int) -> int:
+def max_captured_tokens(args: KVServerArgs, requests: int) -> int:
     """Tokens of the largest captured verification with at most ``requests`` running requests."""
     narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
     return max(narrow, MAX_WIDE_REQUESTS * args.speculative_num_draft_tokens) if has_deferred_verification(args) else narrow
 
 
-def wide_verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
+def wide_verify_widths(args: KVServerArgs) -> tuple[int, ...]:
     """Tokens per request in verifications of drafts from several rounds, widest first."""
     if not has_deferred_verification(args):
         return ()

@@ -8,22 +8,60 @@ import difflib
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_ext.config import benchmark_options, method_options, stream_options
-
-if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config import method_options
+from sglang_ext.config.rules import KVServerArgs, Range
 
 CUSTOM_PARAMS = "custom_params"
-REQUEST_PARAMS: dict[str, Callable[["KVServerArgs", Any], None]] = {
+PACING, ACCEPTANCE = "kv_stream_pacing", "kv_acceptance"
+"""When the tokens of a round are sent, and the probability that drafts are accepted. They override the server's flags."""
+BURST, EVEN = PACINGS = ("burst", "even")
+PROBABILITY = Range(0, 1, integers_only=False)
+
+
+def _check_pacing(args: KVServerArgs, asked: object) -> None:
+    """Refuse an unknown pacing."""
+    if asked not in PACINGS:
+        raise ValueError(f"{PACING} is {asked!r}; pass {' or '.join(map(repr, PACINGS))}, or leave it out for the server's")
+
+
+def _check_acceptance(args: KVServerArgs, asked: object) -> None:
+    """Refuse an acceptance that is not a probability, or on a server where verification decides."""
+    forced, setting = args.kv_bench_acceptance, f"{ACCEPTANCE} in custom_params is {asked!r}"
+    if forced is None:
+        raise ValueError(
+            f"{setting}, and on this server verification decides which drafts are accepted: leave it out, or start a server for benchmarks "
+            "with --kv-bench-acceptance"
+        )
+    if not PROBABILITY.allows(asked):
+        raise ValueError(f"{setting}; pass {PROBABILITY}, or leave it out for the server's {forced:g}")
+
+
+def request_pacing(default: str, custom_params: dict[str, Any] | None) -> str:
+    """The pacing of a request: its own, or the server's ``default``."""
+    return _value(custom_params, PACING) or default
+
+
+def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
+    """Probability that a draft is accepted if all previous ones were: the request's own, or the server's ``forced``."""
+    value = _value(custom_params, ACCEPTANCE)
+    return float(forced if value is None else value)
+
+
+def _value(custom_params: dict[str, Any] | None, key: str) -> Any:
+    """A request's value of a parameter. None if it has none."""
+    return custom_params.get(key) if isinstance(custom_params, dict) else None
+
+
+REQUEST_PARAMS: dict[str, Callable[[KVServerArgs, Any], None]] = {
     method_options.COMPRESSOR_PARAM: method_options.check_request,
-    stream_options.PARAMETER: stream_options.check_request,
-    benchmark_options.PARAMETER: benchmark_options.check_request,
+    PACING: _check_pacing,
+    ACCEPTANCE: _check_acceptance,
 }
 """The check of each parameter: called with the server's arguments and a value that is not None; raises ValueError."""
 
-OFFERED = tuple(name for name in REQUEST_PARAMS if name != benchmark_options.PARAMETER)
+OFFERED = tuple(name for name in REQUEST_PARAMS if name != ACCEPTANCE)
 """Parameters that messages name: a server without ``--kv-bench-acceptance`` refuses that of benchmarks."""
 
 PREFIX = "kv_"
@@ -35,7 +73,7 @@ MAX_LENGTH = 40
 """Longest key that is compared, in characters. Comparing takes time quadratic in the length, and the client chooses the length."""
 
 
-def check(args: "KVServerArgs", custom_params: object, has_processor: bool = False) -> None:
+def check(args: KVServerArgs, custom_params: object, has_processor: bool = False) -> None:
     """Refuse unknown parameters, and values that this server cannot serve.
 
     Args:
@@ -85,10 +123,7 @@ def check_key(key: str, holder: str) -> None:
 
 @lru_cache(maxsize=1024)
 def similar_param(key: str) -> str | None:
-    """Return the parameter, or ``custom_params``, that a key resembles. Case and punctuation do not count.
-
-    A key without ``kv_`` resembles a parameter only if the rest is equal, since other software has keys such as ``compression``.
-    """
+    """The parameter, or ``custom_params``, that a key resembles, case and punctuation aside. Without ``kv_`` the rest must be equal."""
     if len(key) > MAX_LENGTH:
         return None
     letters = _letters(key)

@@ -15,32 +15,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from sglang_ext.config import options
-from sglang_ext.doctor.cache_ranks import NAME as CACHE_RANKS, check_cache_ranks
-from sglang_ext.doctor.installation import (
-    INSTALL,
-    PLATFORM,
-    PLATFORM_GROUP,
-    PLUGIN,
-    PLUGIN_GROUP,
-    Check,
-    check_entry_point,
-    check_not_filtered,
-    check_python,
-    check_sglang,
-    check_torch,
-    package_version,
-    one_line,
-    make_check,
-)
-from sglang_ext.doctor.serving import (
-    check_attention_backends,
-    check_device,
-    check_hooks,
-    check_kernels,
-    check_model,
-    check_router,
-    check_transfer,
-)
+from sglang_ext.doctor.checks import (
+    CACHE_RANKS, INSTALL, PLATFORM, PLATFORM_GROUP, PLUGIN, PLUGIN_GROUP, Check, check_attention_backends, check_cache_ranks, check_device,
+    check_entry_point, check_hooks, check_kernels, check_model, check_not_filtered, check_python, check_router, check_sglang, check_torch,
+    check_transfer, make_check, one_line, package_version,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +51,7 @@ def examine(model: str | None = None) -> list[Check]:
 
 
 def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Check]:
-    """Run a check and return its lines. If the check itself fails, return a failing line, so that the others still run.
-
-    A broken installation, such as an SGLang that does not load, raises errors of any kind.
-    """
+    """Run a check and return its lines. If it raises, as with a broken installation, return a failing line, so that the others still run."""
     try:
         found = check()
         return [found] if isinstance(found, Check) else list(found)

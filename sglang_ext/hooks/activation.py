@@ -1,4 +1,4 @@
-"""Checks and applies all uses of private SGLang names: the tables in table.py and private_names.py.
+"""Checks and applies all uses of private SGLang names: the tables in table.py and transfer_table.py.
 
 :func:`check` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
 that names it.
@@ -9,44 +9,32 @@ import importlib.util
 import inspect
 import logging
 import pkgutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from sglang_ext.core import HookError
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import private_names
-from sglang_ext.hooks.table import Hook
-from sglang_ext.hooks.private_names import PrivateName
+from sglang_ext.hooks import table
+from sglang_ext.hooks.table import Hook, PrivateName
 
 logger = logging.getLogger(__name__)
-
-# SGLang's registry, which logs each hook that it applies.
-REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
 def entries() -> tuple[Hook | PrivateName, ...]:
     """All hooks and names that must match the installed SGLang before a mode starts."""
-    return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + private_names.USES
+    return table.HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES
 
 
 def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
-    """Check all hooks of these processes and all private names against the installed SGLang.
-
-    Raises:
-        HookError: A target is missing, or has unexpected parameters or fields.
-    """
+    """Check all hooks of these processes and all private names. Raises ``HookError`` if one does not match the installed SGLang."""
     chosen = (entry for entry in entries() if isinstance(entry, PrivateName) or entry.process in processes)
     _check(chosen, f"--kv-mode {mode}", "--kv-mode full")
 
 
 def check_transfer() -> None:
-    """Check the hooks and names of the transfer backend ``progressive`` against the installed SGLang.
+    """Check the hooks and names of the transfer backend ``progressive``. Raises ``HookError`` as :func:`check`."""
+    from sglang_ext.hooks import transfer_table
 
-    Raises:
-        HookError: A target is missing or has unexpected parameters.
-    """
     flag = "--disaggregation-transfer-backend"
-    _check(hooks.TRANSFER_HOOKS + private_names.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
+    _check(transfer_table.TRANSFER_HOOKS + transfer_table.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
 
 
 def _check(chosen: Iterable[Hook | PrivateName], asked: str, remedy: str) -> None:
@@ -90,23 +78,17 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 
     for hook in chosen:
         _register(hook)
-    with _only_warnings(REGISTRY):
+    # SGLang's registry logs each hook that it applies.
+    registry_logger = logging.getLogger("sglang.srt.plugins.hook_registry")
+    level = registry_logger.level
+    registry_logger.setLevel(max(level, logging.WARNING))
+    try:
         HookRegistry.apply_hooks()
+    finally:
+        registry_logger.setLevel(level)
     for hook in chosen:
         if hook.target not in HookRegistry._patched:
             raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
-
-
-@contextmanager
-def _only_warnings(name: str) -> Iterator[None]:
-    """Suppress a logger's messages below warnings inside the context."""
-    sglang_logger = logging.getLogger(name)
-    level = sglang_logger.level
-    sglang_logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        sglang_logger.setLevel(level)
 
 
 def _register(hook: Hook) -> None:
@@ -121,33 +103,39 @@ def is_patched_fork() -> bool:
     return importlib.util.find_spec("sglang.srt.kv_seams") is not None
 
 
-def activate_frontend() -> None:
+def activate_frontend(mode: str) -> None:
     """Apply the hooks of the tokenizer and HTTP process, and log the number of hooks of all processes in one line."""
     if not is_patched_fork():
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        count = sum(hook.mode in (None, mode) for hook in table.HOOKS) + sum(hook.target in HookRegistry._patched for hook in table.PLAIN_CPU_HOOKS)
         logger.info("sglang-ext: %d functions of SGLang are hooked, see sglang_ext/hooks/table.py", count)
-        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
+        _apply_for(mode, "frontend")
 
 
-def activate_scheduler() -> None:
-    """Apply the hooks of the scheduler process."""
+def activate_scheduler(mode: str) -> None:
+    """Apply the hooks that the scheduler process needs in this ``--kv-mode``."""
     if not is_patched_fork():
-        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "scheduler"))
+        _apply_for(mode, "scheduler")
+
+
+def _apply_for(mode: str, process: str) -> None:
+    apply(tuple(hook for hook in table.HOOKS if hook.mode in (None, mode) and hook.process == process))
 
 
 def register_transfer() -> None:
     """Register the hook that provides the classes of the transfer backend ``progressive``. The others are applied when it is used."""
-    _register(hooks.TRANSFER_HOOKS[0])
+    _register(table.KV_CLASS_HOOK)
 
 
 def activate_transfer() -> None:
     """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that uses it."""
     if not is_patched_fork():
-        apply(hooks.TRANSFER_HOOKS)
+        from sglang_ext.hooks import transfer_table
+
+        apply(transfer_table.TRANSFER_HOOKS)
 
 
 def activate_plain_cpu() -> None:
     """Apply the hooks of the plain CPU platform, in any mode."""
-    apply(hooks.PLAIN_CPU_HOOKS)
+    apply(table.PLAIN_CPU_HOOKS)

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.managers.overlap_utils import RelayPayload
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.layers.forward import KVDraftInput
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
 
@@ -33,16 +32,12 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
     def create_future_map(
         self, device, req_to_token_pool, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False
-    ) -> "FutureMap":
+    ) -> FutureMap:
         """Create SGLang's own relay of values between iterations."""
-        from sglang.srt.managers.overlap_utils import FutureMap
-
-        return FutureMap(
-            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
-        )
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
 
     def build_disagg_draft_input(
-        self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: "FutureMap"
+        self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: FutureMap
     ) -> KVDraftInput:
         """Create the input of a round whose requests were prefilled by another server: their first tokens, int64 [requests].
 
@@ -68,7 +63,7 @@ def worker_class(server_args: "ServerArgs") -> type:
     from sglang_ext.managers.worker import KVWorker
 
     hooking.check(server_args.kv_mode, ("scheduler",))
-    hooking.activate_scheduler()
+    hooking.activate_scheduler(server_args.kv_mode)
     return KVWorker
 
 
@@ -76,6 +71,4 @@ def get_draft_kv_pool(original: Callable, *, draft_worker, spec_algorithm, serve
     """Hook around ``get_draft_kv_pool``: drafts use the target's slots, so there is no draft pool."""
     if isinstance(spec_algorithm, KVVerifiedAlgorithm):
         return None
-    return original(
-        draft_worker=draft_worker, spec_algorithm=spec_algorithm, server_args=server_args
-    )
+    return original(draft_worker=draft_worker, spec_algorithm=spec_algorithm, server_args=server_args)

@@ -1,7 +1,8 @@
 """Hooks in SGLang's frontend: checks of requests on arrival, and fields of ``meta_info`` about drafting.
 
-*Checks.* A request that would crash the scheduler, or that has no meaning, gets status 400. A request with several prompts, or with ``n``
-answers, is checked twice: as it arrived, by :func:`check_shape`, and for each prompt, by :func:`check_request`.
+*Checks.* A request that would crash the scheduler, or that has no meaning, gets status 400: hooks raise ``ValueError`` with the field, its
+value, the allowed values and the remedy. A request with several prompts, or with ``n`` answers, is checked twice: as it arrived, by
+:func:`check_shape`, and for each prompt, by :func:`check_request`.
 ``--preferred-sampling-params``, the defaults of requests, are checked at start in the same way.
 
 SGLang sends requests to its scheduler with msgpack, which decodes each field as its declared type. A value of another type raises
@@ -13,7 +14,7 @@ pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.co
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options, request_params
-from sglang_ext.config.benchmark_options import request_acceptance
 from sglang_ext.config.options import BACKEND, has_progressive_transfer
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.request_body import add_custom_params
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 MAX_PARAMETER = 1e30
@@ -57,17 +57,18 @@ PER_PROMPT_FIELDS = (
 def check_shape(original: Callable, obj: GenerateReqInput) -> None:
     """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuses counts and lists that SGLang cannot split.
 
-    Args:
-        original: SGLang's method. It makes lists of single values for several prompts.
-        obj: The request as it arrived.
+    SGLang's method makes lists of single values for several prompts.
 
     Raises:
-        ValueError: Names the field, its value, the allowed values and the remedy. SGLang answers with status 400.
+        ValueError: The request is refused.
     """
     add_custom_params(obj)
     for params in obj.sampling_params if isinstance(obj.sampling_params, list) else (obj.sampling_params or {},):
         _check_object(params)
-        _check_samples(params.get("n", 1))
+        n = params.get("n", 1)
+        if n != 1 and not (isinstance(n, int) and n <= INT32):
+            # Lists of prompts cannot be multiplied by it.
+            raise ValueError(f"sampling_params.n is {_short(n)}; pass a whole number from 1 to {INT32}, or leave it out")
     if obj.sampling_params == []:
         raise ValueError("sampling_params is []; pass an object, or a list with one object for each prompt, or leave it out")
     if obj.text is None and obj.input_ids is None and obj.input_embeds is not None and not (obj.input_embeds and obj.input_embeds[0]):
@@ -107,7 +108,7 @@ def check_request(
         input_ids: Its prompt.
 
     Raises:
-        ValueError: Names the field, its value, the allowed values and the remedy. SGLang answers with status 400.
+        ValueError: The request is refused.
     """
     if not isinstance(obj, GenerateReqInput):
         original(manager, obj, input_ids)
@@ -129,19 +130,25 @@ def check_request(
         _check_tokens("input_ids", input_ids, vocabulary, "take token ids from the model's own tokenizer, or send text")
     _check_sampling_values(params, read, vocabulary, manager.server_args.enable_deterministic_inference)
     if obj.return_logprob:
-        _check_limits(_logprob_limits(obj, vocabulary))
-    _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
-    # If the server does not allow processors, SGLang has refused it already.
-    _check_processor(obj.custom_logit_processor)
-    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(obj.custom_logit_processor))
+        _check_range("top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary")
+        _check_range("logprob_start_len", obj.logprob_start_len, -1, INT64, ", -1 for the output alone")
+    width = manager.model_config.hidden_size
+    if (wrong := next((len(row) for row in obj.input_embeds or () if len(row) != width), None)) is not None:
+        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass as many, or leave it out")
+    if processor := obj.custom_logit_processor:
+        # If the server does not allow processors, SGLang has refused it already.
+        try:
+            CustomLogitProcessor.from_str(processor)
+        except Exception as error:  # whatever unpickling raises
+            raise ValueError(
+                f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
+                "its to_str(), or leave it out"
+            ) from None
+    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(processor))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
-    """Refuse ``--preferred-sampling-params`` that would be refused in each request that does not override them.
-
-    Raises:
-        OptionError: Names the flag, the error in its value, and the remedy.
-    """
+    """Refuse ``--preferred-sampling-params`` (``OptionError``) that would be refused in each request that does not override them."""
     given = args.preferred_sampling_params
     try:
         params = json.loads(given) if given and isinstance(given, str) else given
@@ -169,19 +176,12 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
     """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request.
 
     - ``kv_verifies``: verifications that checked drafts.
-
     - ``kv_drafts``: draft tokens that were verified.
-
     - ``kv_accepted``: drafts that were accepted.
-
     - ``kv_accept_length``: tokens gained per verification (accepted drafts and the bonus token).
-
     - ``kv_accept_histogram``, ``kv_offer_histogram``: element k counts the verifications that accepted, or were offered, exactly k drafts.
-
     - ``kv_fallback``: why the request was last served with full KV. None if it drafted.
-
     - ``kv_compressor``: the method that created its compressed KV. None without compressed KV.
-
     - ``kv_simulated_acceptance``: the probability with which its drafts were accepted. Only if a benchmark forces acceptance.
     """
     histograms = recv_obj.spec_cap_lens_histogram
@@ -190,30 +190,18 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
     forced = manager.server_args.kv_bench_acceptance
     if forced is not None:
         asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
-        meta_info["kv_simulated_acceptance"] = request_acceptance(forced, asked)
+        meta_info["kv_simulated_acceptance"] = request_params.request_acceptance(forced, asked)
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
-    """The sampling parameters of a request, with the server's preferred ones as defaults.
-
-    Raises:
-        ValueError: They are not an object.
-    """
+    """A request's sampling parameters, with the server's preferred ones as defaults. Raises ``ValueError`` if they are no object."""
     _check_object(obj.sampling_params)
     return {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
 
 
 def _check_object(params: object) -> None:
     if not isinstance(params, dict):
-        raise ValueError(
-            f"sampling_params is {_short(params)}; pass an object, or a list with one object for each prompt of a list"
-        )
-
-
-def _check_samples(n: object) -> None:
-    """Refuse a number of answers with which lists of prompts cannot be multiplied."""
-    if n != 1 and not (isinstance(n, int) and n <= INT32):
-        raise ValueError(f"sampling_params.n is {_short(n)}; pass a whole number from 1 to {INT32}, or leave it out")
+        raise ValueError(f"sampling_params is {_short(params)}; pass an object, or a list with one object for each prompt of a list")
 
 
 @cache
@@ -223,14 +211,16 @@ def _types(struct: type[msgspec.Struct]) -> dict[str, msgspec.msgpack.Decoder]:
 
 
 def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
-    """Refuse unknown names and wrong types. Return the parameters as SGLang reads them, without ``stop_token_ids``.
-
-    With temperature 0 SGLang uses the best token whatever ``top_k`` is. It treats an empty grammar as none.
-    """
+    """Refuse unknown names and wrong types. Return the parameters as SGLang reads them, without ``stop_token_ids``."""
     decoders = _types(SamplingParams)
     for name, value in params.items():
         if name not in decoders:
-            _check_place(name)
+            # One of our parameters, or a similar key.
+            request_params.check_key(name, "sampling_params")
+        if name in request_params.REQUEST_PARAMS:
+            raise ValueError(
+                f"sampling_params has {name!r}: pass it in sampling_params.custom_params or at the top level of the request, or leave it out"
+            )
         _check_known("sampling_params", name, name in decoders, _settable_params())
         if name not in _settable_params() and value:
             raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it itself: leave it out")
@@ -290,66 +280,45 @@ def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> No
 
 def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
     if not is_known:
-        raise ValueError(
-            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}"
-        )
-
-
-def _check_place(name: str) -> None:
-    """Refuse one of our parameters, or a similar key, among SGLang's sampling parameters."""
-    request_params.check_key(name, "sampling_params")
-    if name in request_params.REQUEST_PARAMS:
-        raise ValueError(
-            f"sampling_params has {name!r}: pass it in sampling_params.custom_params or at the top level of the request, or leave it out"
-        )
+        raise ValueError(f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or use one of {', '.join(names)}")
 
 
 def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> None:
     try:
         decoder.decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
     except (msgspec.ValidationError, OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"{name} is {_short(value)}: {_lowercase_start(error)}. Pass a value of that kind, or leave it out") from None
-
-
-def _lowercase_start(error: Exception) -> str:
-    text = str(error)
-    return text[:1].lower() + text[1:]
+        why = str(error)
+        raise ValueError(f"{name} is {_short(value)}: {why[:1].lower()}{why[1:]}. Pass a value of that kind, or leave it out") from None
 
 
 def _check_sampling_values(params: dict[str, Any], read: SamplingParams, vocabulary: int, deterministic: bool) -> None:
     """Refuse values of the right type that crash a forward pass, or the check for an output's end."""
-    _check_limits(_sampling_limits(read, deterministic))
-    _check_stop_tokens(params, vocabulary)
-    _check_patterns(read.stop_regex)
-    _check_bias(read.logit_bias, vocabulary)
-
-
-def _check_limits(limits: Iterable[tuple[str, Any, float, float, str]]) -> None:
-    """Refuse numbers out of range. Each item: name, value, least, most, and an addition to the message."""
-    for name, value, least, most, why in limits:
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} is {_short(value)}; pass a number from {_plain(least)} to {_plain(most)}{why}, or leave it out")
-
-
-def _plain(limit: float) -> str:
-    return f"{limit:g}" if isinstance(limit, float) else str(limit)
-
-
-def _sampling_limits(read: SamplingParams, deterministic: bool) -> Iterator[tuple[str, Any, float, float, str]]:
-    yield "sampling_params.top_k", read.top_k, -1, INT32, ", -1 for all tokens"
-    yield "sampling_params.temperature", read.temperature, 0, MAX_PARAMETER, ""
-    yield "sampling_params.repetition_penalty", read.repetition_penalty, 1 / MAX_PARAMETER, 2, ""
+    _check_range("sampling_params.top_k", read.top_k, -1, INT32, ", -1 for all tokens")
+    _check_range("sampling_params.temperature", read.temperature, 0, MAX_PARAMETER)
+    _check_range("sampling_params.repetition_penalty", read.repetition_penalty, 1 / MAX_PARAMETER, 2)
     if deterministic:
         if read.min_p > 0 and read.top_k != 1:
             # SGLang's seeded sampler asserts that min_p is not used.
-            yield "sampling_params.min_p", read.min_p, 0, 0, " under --enable-deterministic-inference"
+            _check_range("sampling_params.min_p", read.min_p, 0, 0, " under --enable-deterministic-inference")
         # Without deterministic mode no seed is used.
-        yield "sampling_params.sampling_seed", read.sampling_seed, -INT64 - 1, INT64, ""
+        _check_range("sampling_params.sampling_seed", read.sampling_seed, -INT64 - 1, INT64)
+    _check_stop_tokens(params, vocabulary)
+    for pattern in [read.stop_regex] if isinstance(read.stop_regex, str) else read.stop_regex or ():
+        try:
+            re.compile(pattern)
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
+                "of Python's re, or leave it out"
+            ) from None
+    _check_bias(read.logit_bias, vocabulary)
 
 
-def _logprob_limits(obj: GenerateReqInput, vocabulary: int) -> Iterator[tuple[str, Any, float, float, str]]:
-    yield "top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary"
-    yield "logprob_start_len", obj.logprob_start_len, -1, INT64, ", -1 for the output alone"
+def _check_range(name: str, value: float | None, least: float, most: float, why: str = "") -> None:
+    """Refuse a number out of range. ``why`` is added to the message."""
+    if value is not None and not least <= value <= most:
+        limits = " to ".join(f"{limit:g}" if isinstance(limit, float) else str(limit) for limit in (least, most))
+        raise ValueError(f"{name} is {_short(value)}; pass a number from {limits}{why}, or leave it out")
 
 
 def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
@@ -367,17 +336,6 @@ def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
         _check_tokens(name, found, vocabulary, "leave it out")
 
 
-def _check_patterns(patterns: str | list[str] | None) -> None:
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
-        try:
-            re.compile(pattern)
-        except (re.error, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"sampling_params.stop_regex has {_short(pattern)}, which is not a regular expression ({error}): pass one in the syntax "
-                "of Python's re, or leave it out"
-            ) from None
-
-
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
     for token, value in (bias or {}).items():
         try:
@@ -392,24 +350,6 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
                 f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-MAX_PARAMETER:g} to "
                 f"{MAX_PARAMETER:g}, or leave it out"
             )
-
-
-def _check_embeds(embeds: list[list[float]] | None, width: int) -> None:
-    wrong = next((len(row) for row in embeds or () if len(row) != width), None)
-    if wrong is not None:
-        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass as many, or leave it out")
-
-
-def _check_processor(processor: str | None) -> None:
-    if not processor:
-        return
-    try:
-        CustomLogitProcessor.from_str(processor)
-    except Exception as error:  # whatever unpickling raises
-        raise ValueError(
-            f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
-            "its to_str(), or leave it out"
-        ) from None
 
 
 def _check_tokens(name: str, tokens: list[int], vocabulary: int, remedy: str) -> None:

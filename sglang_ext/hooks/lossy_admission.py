@@ -66,8 +66,15 @@ def _occupied_slots(adder: "PrefillAdder", freed_full_kv: "FreedFullKV", req: "R
     slot_demands = freed_full_kv.slot_demands([(each, _remaining_tokens(each)) for each in [*running, *begins]], adder.new_token_ratio)
     reads = {segment for slot_demand in slot_demands for segment in slot_demand.new_segments}
     held = kept_free + sum(slot_demand.compressed_slots for slot_demand in slot_demands) + sum(len(segment.slots) for segment in reads)
-    now = held + sum(map(freed_full_kv.peak_slots, adder.can_run_list, rests)) - _deferred_slots(freed_full_kv, req)
-    now += sum(map(_reserved_slots, running)) + sum(min(_remaining_tokens(each), get_alloc_reserve_per_decode()) for each in begins)
+    # Slots that SGLang counts for a waiting prompt's full KV but that are not allocated at once.
+    rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    as_codes = req.host_hit_length if req.host_hit_length and freed_full_kv.reads_quantized(req, req.best_match_node) else 0
+    deferred = rest - freed_full_kv.peak_slots(req, rest - as_codes)
+    now = held + sum(map(freed_full_kv.peak_slots, adder.can_run_list, rests)) - deferred
+    # Slots that the next round reserves.
+    reserve = get_alloc_reserve_per_decode()
+    now += sum(max(0, min(output_end(each), each.kv_committed_len + reserve) - each.kv.kv_allocated_len) for each in running)
+    now += sum(min(_remaining_tokens(each), reserve) for each in begins)
     growth = sum(slot_demand.growth - slot_demand.own_slots_freed for slot_demand in slot_demands)
     later = held + sum(rests) + growth - _freed_prefix_slots(slot_demands, req)
     return max(now, later) - _remaining_tokens(req)
@@ -83,13 +90,6 @@ def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
     return sum(min(slots) for node, slots in leaving.items() if len(slots) >= node.lock_ref + (node in begins))
 
 
-def _deferred_slots(freed_full_kv: "FreedFullKV", req: "Req") -> int:
-    """Slots that SGLang counts for a waiting prompt's full KV but that are not allocated at once."""
-    rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-    as_codes = req.host_hit_length if req.host_hit_length and freed_full_kv.reads_quantized(req, req.best_match_node) else 0
-    return rest - freed_full_kv.peak_slots(req, rest - as_codes)
-
-
 def _running_reqs(adder: "PrefillAdder") -> list["Req"]:
     """The requests that decode. Finished ones have freed their slots."""
     batch = adder.running_batch
@@ -99,9 +99,3 @@ def _running_reqs(adder: "PrefillAdder") -> list["Req"]:
 def _remaining_tokens(req: "Req") -> int:
     """Tokens that may still be generated, as SGLang counts them."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-
-
-def _reserved_slots(req: "Req") -> int:
-    """Slots that the next round reserves for a decoding request."""
-    reached = min(output_end(req), req.kv_committed_len + get_alloc_reserve_per_decode())
-    return max(0, reached - req.kv.kv_allocated_len)

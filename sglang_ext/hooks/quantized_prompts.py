@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
+    from sglang_ext.managers.kv_transfer.feature import KVTransfer
+    from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +63,11 @@ def count_prompt_slots(original: Callable, req: "Req") -> int:
     return original(req) if planned is None else planned.slots
 
 
-def pre_alloc(
-    original: Callable,
-    queue: "DecodePreallocQueue",
-    req: "Req",
-    prefix_indices: torch.Tensor | None = None,
-    prefix_len: int | None = None,
-    total_prefix_len: int | None = None,
-) -> torch.Tensor:
+def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *prefix: Any, **named_prefix: Any) -> torch.Tensor:
     """Hook around ``DecodePreallocQueue._pre_alloc``: presents tokens in compressed KV to SGLang as a prefix in its padding page."""
     prompts, planned = _prompts(queue), getattr(req, PLANNED, None)
     if planned is None:
-        slots = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
+        slots = original(queue, req, *prefix, **named_prefix)
     else:
         # From here on it counts all its tokens.
         delattr(req, PLANNED)
@@ -87,16 +81,15 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
     """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts in host memory that have no decode server yet
     (``--optimistic-prefill-attempts``), so that their full KV can be freed."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-    from sglang_ext.managers.worker import KVWorker
 
-    worker = scheduler.draft_worker
-    packs = isinstance(worker, KVWorker) and not scheduler.tree_cache.disable
+    feature = transfer_feature(scheduler)
+    packs = feature is not None and not scheduler.tree_cache.disable
     for req in scheduler.disagg_prefill_inflight_queue if packs else ():
         # These conditions are equal on all ranks. The state of their senders is not.
         sender = req.disagg_kv_sender
         if not req.pending_bootstrap or not isinstance(sender, ProgressiveSender) or sender.is_waiting_packed:
             continue
-        planned = worker.plan_early_packing(req)
+        planned = feature.plan_early_packing(req)
         if planned is not None:
             slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : planned.tokens].long()
             if sender.pack_early(planned.method.sinks, planned.covered, slots):
@@ -105,8 +98,15 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
     return original(scheduler, rids_to_check)
 
 
-def _prompts(queue: "DecodePreallocQueue") -> "QuantizedPromptAllocator | None":
+def transfer_feature(scheduler: "Scheduler") -> "KVTransfer | None":
+    """The feature of a scheduler's worker; None in mode full, which has no worker of ours, or if another backend transfers KV."""
+    from sglang_ext.managers.kv_transfer.feature import KVTransfer
     from sglang_ext.managers.worker import KVWorker
 
-    worker = queue.scheduler.draft_worker
-    return worker.quantized_prompt_allocator(queue.tree_cache) if isinstance(worker, KVWorker) else None
+    worker = scheduler.draft_worker
+    return worker.feature(KVTransfer) if isinstance(worker, KVWorker) else None
+
+
+def _prompts(queue: "DecodePreallocQueue") -> "QuantizedPromptAllocator | None":
+    feature = transfer_feature(queue.scheduler)
+    return None if feature is None else feature.quantized_prompt_allocator(queue.tree_cache)

@@ -29,14 +29,9 @@ _of_request: ContextVar[dict[str, Any]] = ContextVar("custom_params_of_request",
 
 
 async def read_body(original: Callable[[Request], Awaitable[Any]], request: Request) -> Any:
-    """Hook around ``ORJSONRequest.json``: parse the body and take the custom parameters out of it.
+    """Hook around ``ORJSONRequest.json``: return the parsed body without custom parameters at its top level.
 
-    Args:
-        original: SGLang's method.
-        request: An HTTP request with a JSON body.
-
-    Returns:
-        The parsed body without custom parameters at its top level. SGLang caches the whole body, so that further calls find them again.
+    SGLang caches the whole body, so that further calls find them again.
 
     Raises:
         HTTPException: Status 400. A key is misspelled, a parameter has two values, or the header is not a JSON object.
@@ -51,11 +46,7 @@ async def read_body(original: Callable[[Request], Awaitable[Any]], request: Requ
 
 
 def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a parsed body into the fields for SGLang and the custom parameters at its top level.
-
-    Raises:
-        ValueError: A key is misspelled, or ``custom_params`` is not an object.
-    """
+    """Split a parsed body into the fields for SGLang and the custom parameters at its top level."""
     if not isinstance(body, dict):
         return body, {}
     for key in body:
@@ -68,8 +59,7 @@ def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
 def add_custom_params(obj: "GenerateReqInput") -> None:
     """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Adding them again changes nothing.
 
-    Raises:
-        ValueError: A parameter has another value in ``sampling_params``.
+    Raises ``ValueError`` if a parameter has another value there.
     """
     asked, given = _of_request.get(), obj.sampling_params
     if asked:
@@ -87,11 +77,7 @@ def _add(sampling_params: Any, asked: dict[str, Any]) -> Any:
 
 
 def merge(first: dict[str, Any], second: dict[str, Any], of_second: str, of_first: str) -> dict[str, Any]:
-    """Merge the parameters of two places. ``of_first`` and ``of_second`` name the places in the error message.
-
-    Raises:
-        ValueError: A parameter has different values in them.
-    """
+    """Merge the parameters of two places, with these names in messages. Raises ``ValueError`` if one has different values in them."""
     for key in first.keys() & second.keys():
         if first[key] != second[key]:
             raise ValueError(f"{key} is {first[key]!r} in {of_first} and {second[key]!r} in {of_second}: pass it once")

@@ -1,10 +1,13 @@
-"""Hooks for the scheduler's view of rounds: slots for the next round, and the results of a round.
+"""Hooks for the scheduler's view of rounds: slots for the next round, the results of a round, and the end of an output.
 
 *Slots.* SGLang reserves slots for two rounds. A prompt that barely fits the pool would then fail, because no request could be retracted. So
 the reservation ends at the end of the output. In a full pool compressed KV is freed before requests are retracted.
 
 *Results.* The scheduler sees the requests with output tokens, and the requests that were aborted. If a grammar cannot be walked, the
 scheduler processes a result before it launches the next round.
+
+*End.* For several new tokens, SGLang checks the length first, then stop strings in their given order, then stop tokens. Of two ends it may
+use the later one. So the tokens after the first end are removed before SGLang's check, and the check sees the last token only.
 """
 
 import copy
@@ -17,11 +20,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
-from sglang_ext.hooks.finish import count_tokens_to_finish
 from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_result import RoundResult
-from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -63,11 +65,7 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
 
 @contextmanager
 def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
-    """Limit SGLang's reservation beyond each request's committed tokens to the end of its output, inside the context.
-
-    Yields:
-        The requests whose output ends before the full reservation.
-    """
+    """Limit SGLang's reservation to the end of each output, inside the context. Yields the requests that end before it."""
     reserve = get_alloc_reserve_per_decode()
     near = [req for req in reqs if req.kv_committed_len + reserve > output_end(req)]
     committed = [req.kv_committed_len for req in near]
@@ -114,11 +112,6 @@ def count_full_kv_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan",
     """Count each token of a request that did not draft as a forward, before SGLang counts the round's.
 
     SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
-
-    Args:
-        reporter: Divides tokens by forwards.
-        done: The round.
-        counts: Tokens of each of its requests.
     """
     reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.full_kv_reqs)
 
@@ -148,20 +141,14 @@ def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
 
 
 def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Process the result, then advance grammars, as SGLang does for batches without speculation.
-
-    For speculative batches SGLang advances grammars before it checks for the end. So it would end a request with ``ignore_eos`` where its
-    grammar ends.
-    """
+    """Process the result, then advance grammars. SGLang does it before, and would end a request with ``ignore_eos`` where its grammar ends."""
     stride = result.speculative_num_draft_tokens
     tokens = result.next_token_ids.view(-1, stride).tolist()
     tokens = [row[:count] for row, count in zip(tokens, result.accept_lens.tolist())]
     result.grammar_advanced, result.grammar_retained_tokens = True, tokens
+    # Tokens of a retracted request are dropped, and decoded again.
     open_grammars = [
-        (req, row)
-        for req, row in zip(batch.reqs, tokens)
-        # Tokens of a retracted request are dropped, and decoded again.
-        if req.grammar is not None and not req.finished() and not req.is_retracted
+        (req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished() and not req.is_retracted
     ]
     original(processor, batch, result)
     for req, row in open_grammars:
@@ -184,15 +171,39 @@ def _result_subset(result: GenerationBatchResult, indices: list[int]) -> Generat
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs[indices]
     places = [i * stride + j for i in indices for j in range(stride)]
-    for name in (
-        "next_token_top_logprobs_val",
-        "next_token_top_logprobs_idx",
-        "next_token_token_ids_logprobs_val",
-        "next_token_token_ids_logprobs_idx",
-    ):
-        values = getattr(output, name)
-        if values is not None:
-            setattr(output, name, [values[place] for place in places])
+    for kind in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
+        if (values := getattr(output, f"next_token_{kind}")) is not None:
+            setattr(output, f"next_token_{kind}", [values[place] for place in places])
     if output.hidden_states is not None:
         output.hidden_states = output.hidden_states[places]
     return part
+
+
+def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output.
+
+    An abort that arrived in between ends an output that has no other end.
+    """
+    if new_accepted_len <= 1:
+        original(req, new_accepted_len)
+        return
+    abort, req.to_finish = req.to_finish, None
+    original(req, 1)
+    if abort and not req.finished():
+        req.to_finish = abort
+        original(req, 1)
+
+
+def count_tokens_to_finish(req: "Req", tokens: list[int]) -> int:
+    """Count the tokens up to the first that ends the output, or all. The request is not changed."""
+    before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
+    for token in tokens:
+        req.output_ids.append(token)
+        req.update_finish_state(1)
+        if req.finished():
+            break
+    count = len(req.output_ids) - before
+    del req.output_ids[before:]
+    req.finished_reason = req.finished_len = None
+    req.to_finish = abort
+    return count

@@ -1,21 +1,19 @@
 """Log lines of a server that is ready: mode, method, and its address with a request to paste."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import OfferedMethod, offered_methods
-from sglang_ext.config.options import BACKEND
-from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.config.selection_options import selection_interval, ranks, score_bits, max_selected_tokens, has_selector
+from sglang_ext.config.options import BACKEND, QUANTIZED
+from sglang_ext.config.selection_options import has_selector, max_selected_tokens, ranks, score_bits, selection_interval
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT
 
 if TYPE_CHECKING:
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +39,9 @@ def log_when_ready(
     *rest: object,
     **named: object,
 ) -> None:
-    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own.
+    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own, and then calls ``launch_callback``.
 
-    Args:
-        wait: SGLang's function.
-        server_args: The server's arguments.
-        launch_callback: The caller's callback. Called after the lines.
-        rest: SGLang's other arguments, unchanged.
-        named: SGLang's other named arguments, unchanged.
+    The other arguments are passed on unchanged.
     """
 
     def ready() -> None:
@@ -74,10 +67,11 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
     methods = ", ".join(f"{offer.name} ({_describe_budget(args, offer)})" for offer in offered_methods(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     prompts = ", prompts on quantized KV" if args.kv_prefill == QUANTIZED else ""
+    request = sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))
     return (
         f"mode {args.kv_mode}: {means}{slow}",
         f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
-        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {_request(args)}"),
+        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {request}"),
     )
 
 
@@ -89,25 +83,16 @@ def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
         found.append(f"{catalogue.code_bits(offer.quant_method, args.kv_bits)} bits")
         partition = catalogue.partition_size(offer.quant_method, args.kv_partition)
         found += [] if partition is None else [f"partitions of {partition}"]
-    return ", ".join([*found, *_describe_selector(args, offer)])
-
-
-def _describe_selector(args: "KVServerArgs", offer: OfferedMethod) -> Iterator[str]:
-    """Non-default settings of a method that selects tokens for each step. None for a server that only prefills, which selects nothing."""
+    # A server that only prefills selects nothing.
     if offer.drop_method not in catalogue.per_step_methods() or args.disaggregation_mode == "prefill":
-        return
+        return ", ".join(found)
     if selection_interval(args) > 1:
-        yield f"every {selection_interval(args)} steps"
-    if offer.drop_method != Spade.name:
-        return
-    if args.kv_select_by != CurrentQuery.name:
-        yield f"by {args.kv_select_by} queries"
-    if (bits := score_bits(args)) != EXACT:
-        yield f"keys in {bits} bits"
-    if count := ranks(args):
-        yield f"{count} cache rank{'s' * (count > 1)}"
-
-
-def _request(args: "KVServerArgs") -> str:
-    """A shell command that requests a few tokens from the server."""
-    return sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))
+        found.append(f"every {selection_interval(args)} steps")
+    if offer.drop_method == catalogue.SPADE:
+        if args.kv_select_by != CurrentQuery.name:
+            found.append(f"by {args.kv_select_by} queries")
+        if (bits := score_bits(args)) != EXACT:
+            found.append(f"keys in {bits} bits")
+        if count := ranks(args):
+            found.append(f"{count} cache rank{'s' * (count > 1)}")
+    return ", ".join(found)

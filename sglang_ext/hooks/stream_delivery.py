@@ -10,7 +10,7 @@ With ``kv_stream_pacing`` ``even``, the chunks of a round leave at equal interva
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from fastapi import BackgroundTasks
 from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
 
-from sglang_ext.config import stream_options
+from sglang_ext.config import request_params
 from sglang_ext.hooks.frontend import sampling_params_of
 
 if TYPE_CHECKING:
     from fastapi import Request
     from sglang.srt.managers.io_struct import EmbeddingReqInput
-    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Outputs = BatchStrOutput | BatchTokenIDOutput
 """Messages with generated tokens: parallel lists with an item for each request."""
@@ -42,10 +42,7 @@ ABORT_SECONDS = 2.0
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
     """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
 
-    Args:
-        original: SGLang's method. It changes the states of the requests, and wakes their handlers.
-        manager: The server's.
-        recv_obj: A message of the scheduler. Requests without a queue are passed on together, in one call.
+    SGLang's method changes the states of the requests, and wakes their handlers. Requests without a queue are passed on in one call.
     """
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
@@ -64,11 +61,12 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
     if direct:
         await original(manager, message.select(direct))
     for i, queue in queued:
-        await queue.put(message.select([i]), _round_number(recv_obj, i))
+        round_number = recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
+        await queue.put(message.select([i]), round_number)
 
 
 def wait_one_response(
-    original: Callable[..., AsyncGenerator], manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
+    original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
 ) -> AsyncIterator[dict[str, Any]]:
     """Hook around ``TokenizerManager._wait_one_response``: notifies the queue of a stream when its client asks for the next chunk."""
     chunks = original(manager, obj, request)
@@ -93,8 +91,8 @@ class ChunkQueue:
     """Messages of one streamed request that have not entered SGLang's state yet.
 
     Args:
-        deliver: Lets SGLang handle a message of this request. It makes the next chunk.
-        pacer: Decides when messages leave. None: they leave as soon as the client's handler asks for them.
+        deliver: Lets SGLang handle a message, which makes the next chunk.
+        pacer: Decides when messages leave. None: as soon as the client's handler asks for them.
     """
 
     def __init__(self, deliver: Callable[[Outputs], Awaitable[None]], pacer: "Pacer | None") -> None:
@@ -108,14 +106,9 @@ class ChunkQueue:
         self._stall_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def _delivers_at_once(self) -> bool:
-        """Whether messages are delivered at once, because no client waits for single chunks."""
-        return self._is_closed or self._is_stalled
-
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
-        if self._delivers_at_once:
+        if self._is_closed or self._is_stalled:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -128,49 +121,46 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._delivers_at_once or (reason is not None and reason.get("type") == "abort"):
-            await self._deliver_all(but=0)
+        if self._is_closed or self._is_stalled or (reason is not None and reason.get("type") == "abort"):
+            await self._deliver_all()
         else:
             await self._advance()
 
     async def request_next(self) -> None:
         """Deliver the next message when it has arrived and its pacing time has come."""
         self._is_wanted, self._is_stalled = True, False
-        self._stop_stall_timer()
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         await self._advance()
 
     async def close(self) -> None:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
         self._is_closed = True
-        self._stop_timer()
-        self._stop_stall_timer()
-        await self._deliver_all(but=0)
+        _cancel(self._timer, self._stall_timer)
+        await self._deliver_all()
 
     async def _advance(self) -> None:
-        self._stop_timer()
+        _cancel(self._timer)
         if not self._is_wanted:
             self._watch_client()
             return
         if not self._messages:
             return
-        await self._deliver_all(but=MAX_QUEUED)
+        await self._deliver_all(MAX_QUEUED)
         if self._pacer is not None:
             now = monotonic()
             delay = self._pacer.next_time(len(self._messages)) - now
             if delay > 0:
-                self._timer = asyncio.get_running_loop().call_later(delay, self._resume)
+                self._timer = asyncio.get_running_loop().call_later(delay, lambda: self._run(self._advance()))
                 return
             self._pacer.note_departure(now)
         self._is_wanted = False
         await self._deliver(self._messages.popleft())
         self._watch_client()
 
-    async def _deliver_all(self, but: int) -> None:
-        while len(self._messages) > but:
+    async def _deliver_all(self, num_kept: int = 0) -> None:
+        while len(self._messages) > num_kept:
             await self._deliver(self._messages.popleft())
-
-    def _resume(self) -> None:
-        self._run(self._advance())
 
     def _watch_client(self) -> None:
         """Wait for the client for at most :data:`STALL_SECONDS`."""
@@ -179,22 +169,18 @@ class ChunkQueue:
 
     def _stall(self) -> None:
         self._is_stalled, self._stall_timer = True, None
-        self._run(self._deliver_all(but=0))
+        self._run(self._deliver_all())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+    for timer in timers:
+        if timer is not None:
+            timer.cancel()
 
 
 class Pacer:
@@ -212,7 +198,7 @@ class Pacer:
         self._last_departure = 0.0
 
     def note_arrival(self, round_number: int, now: float) -> None:
-        """A message of round ``round_number`` has arrived at ``now``, in seconds."""
+        """A message of a round has arrived at ``now``, in seconds."""
         if round_number == self._round_number:
             return
         if self._round_number is not None:
@@ -269,19 +255,11 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
             if manager.rid_to_state.get(rid) is state:
                 await original(manager, message)
 
-        queue = ChunkQueue(deliver, _pacer_of(manager, state))
+        asked = sampling_params_of(manager, state.obj).get("custom_params")
+        pacing = request_params.request_pacing(manager.server_args.kv_stream_pacing, asked)
+        queue = ChunkQueue(deliver, Pacer() if pacing == request_params.EVEN else None)
         setattr(state, QUEUE, queue)
     return queue
-
-
-def _pacer_of(manager: "TokenizerManager", state: "ReqState") -> Pacer | None:
-    asked = sampling_params_of(manager, state.obj).get("custom_params")
-    return Pacer() if stream_options.request_pacing(manager.server_args.kv_stream_pacing, asked) == stream_options.EVEN else None
-
-
-def _round_number(recv_obj: Outputs, i: int) -> int:
-    """Number of the round in which a request got the tokens of a message."""
-    return recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
 
 
 def _is_streamed(obj: object) -> bool:
@@ -289,15 +267,10 @@ def _is_streamed(obj: object) -> bool:
 
 
 def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
-    """Hook around ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
+    """Replaces ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
 
     Two seconds after the end of a stream SGLang aborts the request with its id, in case the client has disconnected. By then another
     request may have this id: a client may send a failed request again under its old id.
-
-    Args:
-        original: SGLang's method, which is not called.
-        manager: The server's.
-        obj: The streamed request.
     """
     tasks = BackgroundTasks()
     tasks.add_task(_abort, manager, obj)
@@ -306,16 +279,11 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
 
 async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
     # SGLang sets the ids when it normalizes a request. A refused request may have none.
-    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _known_ids(manager, asked)}
+    asked = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+    # The manager knows a request by its own id, or with n > 1 by the ids of its answers.
+    rids = [rid for each in asked for rid in (each, *manager.logical_rid_to_child_rids.get(each, ()))]
+    unfinished = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
     await asyncio.sleep(ABORT_SECONDS)
     for rid, state in unfinished.items():
         if manager.rid_to_state.get(rid) is state:
             manager.abort_request(rid)
-
-
-def _known_ids(manager: "TokenizerManager", rid: str) -> Iterator[str]:
-    """The ids under which the manager knows a request: its own, or with n > 1 the ids of its answers."""
-    for each in (rid, *manager.logical_rid_to_child_rids.get(rid, ())):
-        if each in manager.rid_to_state:
-            yield each

@@ -26,14 +26,9 @@ STREAMED = "kv_streamed"
 def stream_each_token(
     original: Callable, streamer: "SchedulerOutputStreamer", reqs: "list[Req]", return_logprob: bool, skip_req: "Req | None" = None
 ) -> None:
-    """Hook around ``SchedulerOutputStreamer.stream_output``: stream each new token on its own.
+    """Hook around ``SchedulerOutputStreamer.stream_output``: stream each new token of ``reqs`` on its own.
 
-    Args:
-        original: SGLang's streaming step. It decides per request whether there is something to send.
-        streamer: The scheduler's.
-        reqs: Requests to stream. Their new tokens are in ``output_ids``.
-        return_logprob: Whether one of them returns log probabilities.
-        skip_req: A request of ``reqs`` that is not streamed, or None.
+    SGLang's streaming step, ``original``, decides per request whether there is something to send. ``skip_req`` is not streamed.
     """
     replays = [replay for req in reqs if req is not skip_req and (replay := _replay(req)) is not None]
     for step in range(max((replay.num_steps for replay in replays), default=0)):
@@ -58,15 +53,9 @@ def _replay(req: "Req") -> "_Replay | None":
 
 
 class _Replay:
-    """The states of a request after each of its new tokens except the newest.
+    """The states of a request after each of its new tokens except the newest. ``num_steps`` counts these.
 
     Hidden states need no replay: a request that returns them gets one token per round.
-
-    Args:
-        req: A request with at least two new tokens.
-        num_streamed: Output tokens before the new ones.
-        num_reasoning: Reasoning tokens before the new ones.
-        num_steps: New tokens without the newest.
     """
 
     def __init__(self, req: "Req", num_streamed: int, num_reasoning: int, num_steps: int) -> None:
@@ -105,16 +94,13 @@ def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulat
     interval = accumulator.default_force_stream_interval
     # SGLang cannot check whether the tokens are the beginning of a match of a stop_regex. These requests keep SGLang's rule.
     if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):
+        num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
+        passes = num_sent == 0 or num_tokens // interval > num_sent // interval
+        # New tokens wait while they may be the beginning of a stop string, which the answer leaves out.
+        is_sent = passes and not req.check_match_stop_str_prefix()
         # An interval of one token sends now. An interval longer than the answer does not.
-        accumulator.default_force_stream_interval = 1 if _passes_interval(req, interval) else len(req.output_ids) + 1
+        accumulator.default_force_stream_interval = 1 if is_sent else num_tokens + 1
     try:
         original(accumulator, req=req)
     finally:
         accumulator.default_force_stream_interval = interval
-
-
-def _passes_interval(req: "Req", interval: int) -> bool:
-    """Whether the new tokens are sent. They wait while they may be the beginning of a stop string, which the answer leaves out."""
-    num_sent, num_tokens = req.send_token_offset, len(req.output_ids)
-    passes = num_sent == 0 or num_tokens // interval > num_sent // interval
-    return passes and not req.check_match_stop_str_prefix()

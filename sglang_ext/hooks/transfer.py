@@ -1,27 +1,30 @@
-"""SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
+"""SGLang's transfer backend ``progressive``: the prompts of its rooms, chunks of prompts, and messages of failed rooms.
+
+A prefill server sends a chunk of a prompt while the next chunk is computed. SGLang's overlapped loop launches a forward, makes later device
+work of the scheduler wait for it, and sends the previous forward's chunk. To send, it reads the chunk's slots with a copy that waits for
+the new forward, and that blocks the device for all other threads of the process. So a chunk would be sent one forward late, and no chunk
+would be encoded during a forward.
+"""
 
 import re
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_ext.config.disaggregation_options import BACKEND
+import torch
+
 from sglang_ext.hooks import quantized_prompts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-
-
+# Attribute of SGLang's scheduler: an event of its stream, after its device work before the last launch.
+LAUNCH_EVENT_ATTRIBUTE = "kv_before_launch"
 # Failure reasons are text: SGLang's, or another server's. These reasons mean that the other server is gone, or too slow.
 RETRYABLE_REASONS = re.compile(
     r"is silent for|not reached for|cannot be reached|no prefill server answers|no prefill rank is known|"
@@ -34,59 +37,15 @@ FAILED = {
 RETRY_ADVICE = "send the request again"
 
 
-def register_backend() -> None:
-    """Add the backend's name to SGLang's flags and its enumeration of backends, once per process."""
-    from sglang.srt import server_args
-    from sglang.srt.disaggregation.utils import TransferBackend
-
-    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
-        server_args.add_disagg_transfer_backend_choices([BACKEND])
-    if BACKEND not in TransferBackend._value2member_map_:
-        member = object.__new__(TransferBackend)
-        member._name_, member._value_ = BACKEND.upper(), BACKEND
-        member.__objclass__, member._sort_order_ = TransferBackend, len(TransferBackend)
-        TransferBackend._member_names_.append(member.name)
-        TransferBackend._member_map_[member.name] = TransferBackend._value2member_map_[BACKEND] = member
-
-
-def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
-    """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
-    if transfer_backend.value != BACKEND:
-        return original(transfer_backend, class_type)
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-    from sglang.srt.disaggregation.utils import KVClassType
-
-    if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
-        return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
-    from sglang_ext.hooks import activation as hooking
-    from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    if class_type is KVClassType.MANAGER:
-        # Once per scheduler process, before its first request.
-        hooking.activate_transfer()
-    classes = {
-        KVClassType.MANAGER: ProgressiveManager,
-        KVClassType.SENDER: ProgressiveSender,
-        KVClassType.RECEIVER: ProgressiveReceiver,
-    }
-    return classes[class_type]
-
-
 def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
     """Hook around ``PrefillBootstrapQueue.create_sender``: passes the prompt, its packing and its newest queries to the sender."""
     made = original(queue, req, num_kv_heads)
-    if made:
-        _set_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
-        packs = _packs_prompts(queue, req.disagg_kv_sender)
-        if packs is not None:
-            req.disagg_kv_sender.set_packing(*packs)
-        traveling = _prompt_queries(queue, req.disagg_kv_sender)
-        if traveling is not None:
-            tokens = len(req.origin_input_ids)
-            req.disagg_kv_sender.set_query_reader(lambda most: traveling.read(req.req_pool_idx, tokens, most))
+    if not made or not _sends(req):
+        return made
+    feature, tokens = quantized_prompts.transfer_feature(queue.scheduler), len(req.origin_input_ids)
+    packing = None if feature is None else feature.prompt_packing()
+    read_queries = None if feature is None else lambda most: feature.prompt_queries.read(req.req_pool_idx, tokens, most)
+    req.disagg_kv_sender.set_prompt(req.origin_input_ids, _refusal(req), packing, read_queries)
     return made
 
 
@@ -97,21 +56,30 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     not fit an empty pool is refused. The KV of a request that was retracted and is prefilled again includes its output. Such a request gets a new
     room, and begins when all KV has arrived.
     """
-    from sglang_ext.managers.kv_transfer.progressive.control import retry_room
+    from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 
     if is_rebootstrap and isinstance(queue.kv_manager, ProgressiveManager):
         req.bootstrap_room = retry_room(req.bootstrap_room, req.rid)
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
-    _poll_prefill_servers(queue, made.kv_receiver)
-    quantized_prompts.expect_quantized(queue, req, made.kv_receiver, is_rebootstrap)
-    _refuse_beyond_pool(queue, req, made.kv_receiver)
-    _set_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
-    traveling = _prompt_queries(queue, made.kv_receiver)
-    if traveling is not None:
-        made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
-    if not is_rebootstrap:
-        _enable_early_decoding(queue, req, made.kv_receiver)
+    receiver = made.kv_receiver
+    if not isinstance(receiver, ProgressiveReceiver):
+        return made
+    # The queue polls a request's prefill server in each iteration of the scheduler, as long as the receiver waits. SGLang polls 15 times,
+    # once per second, because each attempt blocks its scheduler. This backend's look-up does not block.
+    queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
+    quantized_prompts.expect_quantized(queue, req, receiver, is_rebootstrap)
+    _refuse_beyond_pool(queue, req)
+    receiver.set_prompt([*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids, _refusal(req))
+    feature = quantized_prompts.transfer_feature(queue.scheduler)
+    if feature is None:
+        return made
+    receiver.expect_queries(feature.prompt_queries, lambda: req.req_pool_idx)
+    full_kv = None if is_rebootstrap else feature.arriving_full_kv(req, queue.tree_cache)
+    if full_kv is not None:
+        prefill_again = quantized_prompts.RecomputeQueue(queue).prefill_again
+        receiver.enable_early_decoding(lambda arrival: full_kv.expect(req.req_pool_idx, arrival), prefill_again)
     return made
 
 
@@ -142,42 +110,48 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
             req.disagg_kv_sender.abort()
 
 
+def note_launch(original: Callable, scheduler: "Scheduler") -> None:
+    """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
+    if torch.cuda.is_available():
+        setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
+    original(scheduler)
+
+
+def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None) -> None:
+    """Hook around ``send_kv_chunk``: reads the slots of a chunk on a second stream, in parallel with the launched forward.
+
+    This does not apply to the last chunk, nor to a prefix from the cache: the scheduler has written their slots since, after that forward.
+    This function waits for them before the copy. SGLang treats a chunk whose forward may still run as a prefix of the next chunk, and would
+    launch the next one only after that forward. Such a chunk is sent with its result instead, after the launch. If no forward was launched
+    after the one whose results are processed, there is nothing to wait for.
+    """
+    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+
+    before, sender = getattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, None), req.disagg_kv_sender
+    if before is None or not scheduler.result_queue or not isinstance(sender, ProgressiveSender):
+        original(scheduler, req, last_chunk, end_idx)
+    elif sender.is_sending_prefix and end_idx == req.tmp_end_idx:
+        sender.defer_prefix()
+    elif last_chunk or sender.is_sending_prefix:
+        torch.cuda.current_stream().record_event().synchronize()
+        original(scheduler, req, last_chunk, end_idx)
+    else:
+        with sender.kv_mgr.pool.on_side_stream(before):
+            original(scheduler, req, last_chunk, end_idx)
+
+
 def _sends(req: "Req") -> bool:
+    """Whether this backend sends the request's KV. Other senders belong to SGLang's warm-up, or to another backend in a patched fork."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     return isinstance(getattr(req, "disagg_kv_sender", None), ProgressiveSender)
 
 
-def _prompt_queries(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "PromptQueries | None":
-    """The queries of this rank's requests, if compressors use some and this backend transfers them."""
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-    from sglang_ext.managers.worker import KVWorker
-
-    if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        return None
-    worker = queue.scheduler.draft_worker
-    return worker.prompt_queries if isinstance(worker, KVWorker) else None
-
-
-def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
-    """How this rank packs prompts that are transferred quantized. None if it does not."""
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-    from sglang_ext.managers.worker import KVWorker
-
-    if not isinstance(end, ProgressiveSender):
-        return None
-    worker = queue.scheduler.draft_worker
-    return worker.prompt_packing() if isinstance(worker, KVWorker) else None
-
-
-def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
+def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
     """End a request that does not fit an empty pool. SGLang would let it wait forever, and all requests behind it."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-
-    if not isinstance(receiver, ProgressiveReceiver) or req.to_finish is not None:
+    if req.to_finish is not None:
         return
     slots, kept, pool = queue._pre_alloc_fill_len(req), queue.num_reserved_decode_tokens, queue.max_total_num_tokens
     if slots + kept > pool:
@@ -188,37 +162,12 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any)
         req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
-def _poll_prefill_servers(queue: "DecodePreallocQueue", receiver: Any) -> None:
-    """Let the queue poll a request's prefill server in each iteration of the scheduler, as long as the receiver waits.
+def _refusal(req: "Req") -> str | None:
+    """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not.
 
-    SGLang polls 15 times, once per second, because each attempt blocks its scheduler. This backend's look-up does not block.
+    SGLang keeps a single token of such a request.
     """
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-
-    if isinstance(receiver, ProgressiveReceiver):
-        queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, sys.maxsize
-
-
-def _enable_early_decoding(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.worker import KVWorker
-
-    worker = queue.scheduler.draft_worker
-    if not (isinstance(receiver, ProgressiveReceiver) and isinstance(worker, KVWorker)):
-        return
-    full_kv = worker.arriving_full_kv(req, queue.tree_cache)
-    if full_kv is not None:
-        receiver.enable_early_decoding(lambda room: full_kv.expect(req.req_pool_idx, room), quantized_prompts.RecomputeQueue(queue).prefill_again)
-
-
-def _set_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
-    from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-    from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-
-    # Other senders belong to SGLang's warm-up, or to another backend in a patched fork.
-    if isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        # SGLang keeps a single token of a request that it has refused, or that was aborted while its grammar was compiled.
-        end.set_prompt(tokens, getattr(req.to_finish, "message", None))
+    return getattr(req.to_finish, "message", None)
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:

@@ -8,57 +8,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed
-from sglang.srt.managers.io_struct import (
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightFromDiskReqOutput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromDistributedReqOutput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromIPCReqOutput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightsFromTensorReqOutput,
-)
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BaseReq
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-Update = (
-    InitWeightsUpdateGroupReqInput
-    | UpdateWeightFromDiskReqInput
-    | UpdateWeightsFromDistributedReqInput
-    | UpdateWeightsFromIPCReqInput
-    | UpdateWeightsFromTensorReqInput
-)
-Outcome = (
-    InitWeightsUpdateGroupReqOutput
-    | UpdateWeightFromDiskReqOutput
-    | UpdateWeightsFromDistributedReqOutput
-    | UpdateWeightsFromIPCReqOutput
-    | UpdateWeightsFromTensorReqOutput
-)
-OUTCOMES: dict[type[Update], type[Outcome]] = {
-    InitWeightsUpdateGroupReqInput: InitWeightsUpdateGroupReqOutput,
-    UpdateWeightFromDiskReqInput: UpdateWeightFromDiskReqOutput,
-    UpdateWeightsFromDistributedReqInput: UpdateWeightsFromDistributedReqOutput,
-    UpdateWeightsFromIPCReqInput: UpdateWeightsFromIPCReqOutput,
-    UpdateWeightsFromTensorReqInput: UpdateWeightsFromTensorReqOutput,
-}
 UPDATES_WITH_BARRIER = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 """Updates whose handler in SGLang ends with a barrier of all ranks."""
 
 
-def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Update) -> Outcome:
+def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: "BaseReq") -> "BaseReq":
     """Hook around the handlers of ``SchedulerWeightUpdaterManager``: answer with the reason where SGLang's handler raises.
 
     Args:
         original: SGLang's handler.
         manager: Updates the weights of one scheduler process.
-        recv_req: The update, the same on all ranks.
+        recv_req: The update, the same on all ranks: ``...ReqInput``.
 
     Returns:
-        The outcome. If the update failed on one rank, it is a failure on all ranks, since they would compute with different weights.
+        The outcome, ``...ReqOutput``. If the update failed on one rank, it is a failure on all ranks, since they would compute with
+        different weights.
     """
     if getattr(recv_req, "flush_cache", False) and not manager.is_fully_idle():
         return _failed(
@@ -84,6 +55,7 @@ def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", 
     return outcome if failure is None or not outcome.success else _failed(recv_req, failure)
 
 
-def _failed(recv_req: Update, reason: str) -> Outcome:
-    name = type(recv_req).__name__.removesuffix("ReqInput")
-    return OUTCOMES[type(recv_req)](success=False, message=f"{name} failed: {reason}.")
+def _failed(recv_req: "BaseReq", reason: str) -> "BaseReq":
+    name = type(recv_req).__name__
+    outcome: type = getattr(io_struct, name.replace("ReqInput", "ReqOutput"))
+    return outcome(success=False, message=f"{name.removesuffix('ReqInput')} failed: {reason}.")

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
 class AttentionOverride:
     """Attention that replaces the model's own in a forward.
 
-    Attributes:
-        backend: The attention backend.
-        graphs: Captured forwards of one token per request with this backend; None to run without graphs.
+    ``graphs``: captured forwards of one token per request with this backend; None to run without graphs.
     """
 
     backend: AttentionBackend
@@ -63,12 +60,9 @@ class ForwardInputs:
     """Inputs of one forward, request by request, on the device if not stated otherwise.
 
     Attributes:
-        tokens: int64 [total], input tokens.
-        positions: int64 [total], absolute positions.
-        slots: int64 [total], slots for their KV.
+        tokens, positions, slots: int64 [total], input tokens, their absolute positions, and slots for their KV.
         rows: int64 [batch], rows of the token table that attention reads.
-        lengths: int64 [batch], tokens that each request's last query attends to.
-        lengths_cpu: The same on the host.
+        lengths, lengths_cpu: int64 [batch], tokens that each request's last query attends to; the same on the host.
         counts: Input tokens of each request.
     """
 
@@ -84,14 +78,7 @@ class ForwardInputs:
 def run(
     model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: ForwardInputs, attention: AttentionOverride | None = None
 ) -> LogitsProcessorOutput:
-    """Run a forward. Returns the logits of each token: float [total, vocabulary].
-
-    Args:
-        model_runner: The target's.
-        batch: The requests.
-        inputs: The inputs.
-        attention: Attention of the model; None for its own.
-    """
+    """Run a forward. Returns the logits of each token: float [total, vocabulary]. ``attention``: None for the model's own."""
     with use_attention(model_runner, attention):
         return model_runner.forward(build_forward_batch(model_runner, batch, inputs)).logits_output
 
@@ -151,12 +138,7 @@ def decode_batch(batch: "ScheduleBatch", inputs: ForwardInputs) -> ForwardBatch:
 
 
 def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of some requests of another batch, with the fields that a forward reads. The other batch does not change.
-
-    Args:
-        requests: Positions of the requests in the batch.
-        where: The same, int64 on the device.
-    """
+    """A batch of the requests at ``requests``, with the fields that a forward reads. ``where``: the same, int64 on the device."""
     part = copy.copy(batch)
     part.reqs = [batch.reqs[i] for i in requests]
     part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
@@ -164,14 +146,10 @@ def select_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Te
 
 
 def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:
-    """Fetch the batch's adapters, and set the adapter of each token in SGLang's LoRA layers.
+    """Fetch the batch's adapters, and set the adapter of each token in SGLang's LoRA layers. ``counts``: tokens of each request.
 
     SGLang's LoRA backends assume that a verification has equal lengths. They get a decode batch instead, in which each token is a
     request: it allows any lengths, and keeps all logits.
-
-    Args:
-        forward: The batch, with the adapter of each request in ``lora_ids``.
-        counts: Tokens of each request.
     """
     manager = model_runner.lora_manager
     if not model_runner.server_args.enable_lora_overlap_loading:
@@ -186,13 +164,9 @@ def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: lis
 
 @dataclass(frozen=True)
 class NewTokenLayout:
-    """Layout of the new tokens of a forward.
+    """Layout of the new tokens of a forward: ``prefixes``, ``starts`` and ``counts`` as in VerifyTokens (kernels/verify_attention.py).
 
-    Attributes:
-        prefixes: int64 [batch], tokens before each request's new ones.
-        starts: int64 [batch + 1], index of each request's first new token among all new tokens.
-        counts: New tokens of each request, on the host.
-        lengths: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
+    ``lengths``: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
     """
 
     prefixes: torch.Tensor
@@ -205,9 +179,8 @@ class RaggedVerifyInput(SpecInput):
     """Lengths of a forward in which some requests have one new token and others a whole verification.
 
     Attributes:
-        lengths: int64 [batch], tokens that each request's last query attends to.
-        query_lengths: int64 [batch], new tokens of each request.
-        counts: The same on the host.
+        lengths, query_lengths: int64 [batch], tokens that each request's last query attends to, and new tokens.
+        counts: ``query_lengths`` on the host.
     """
 
     def __init__(self, lengths: torch.Tensor, query_lengths: torch.Tensor, counts: list[int]):
@@ -247,12 +220,9 @@ class RaggedVerifyInput(SpecInput):
 
 
 class EvenVerifyInput(SpecInput):
-    """Lengths of a verification with ``width`` tokens per request, which CUDA graphs accept.
+    """Lengths of a verification with ``width`` new tokens per request, which CUDA graphs accept.
 
     As in SGLang's own verifications, the batch's ``seq_lens`` do not count the new tokens.
-
-    Attributes:
-        width: New tokens of each request.
     """
 
     # SGLang's backends read these: a chain of drafts, causal, without a mask.
@@ -278,14 +248,7 @@ class EvenVerifyInput(SpecInput):
         paged_kernel_lens_sum: int,
         req_to_token: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        """Index pointers for FlashInfer's paged prefill, as :meth:`RaggedVerifyInput.generate_attn_arg_prefill`.
-
-        Args:
-            req_pool_indices: int64 [batch], rows of the token table.
-            paged_kernel_lens: [batch], tokens before the new ones.
-            paged_kernel_lens_sum: Their sum.
-            req_to_token: int32, the token table.
-        """
+        """As :meth:`RaggedVerifyInput.generate_attn_arg_prefill`. ``paged_kernel_lens``: [batch], tokens before the new ones."""
         from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 
         batch, device = len(req_pool_indices), req_to_token.device
@@ -339,3 +302,46 @@ class KVDraftInput:
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
+
+
+def use_plain_decoding(model_runner: "ModelRunner") -> None:
+    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
+    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+
+
+def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
+    """Check that a layer asks for no attention option except a scale or a cap. ``options``: None for those it does not ask for.
+
+    Raises:
+        ValueError: The layer asks for another option. ``where`` names the attention, ``remedy`` what the user can do instead.
+    """
+    wanted = [name for name, value in options.items() if value is not None]
+    if wanted or layer.xai_temperature_len > 0:
+        raise ValueError(
+            f"layer {layer.layer_id} asks for {', '.join(wanted) or 'a temperature by length'}, which {where} lack; {remedy}"
+        )
+
+
+def write_kv(
+    pool: "KVCache", layer: "RadixAttention", forward_batch: "ForwardBatch", keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write the KV of the new tokens, [tokens, kv_heads, dim], to their slots in SGLang's pool."""
+    where = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, where, keys, values, layer.k_scale, layer.v_scale)
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SGLang's attention layers."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return isinstance(module, RadixAttention)
+
+
+def first_attention_layer(model: torch.nn.Module) -> torch.nn.Module:
+    """The first of the model's attention layers. All have the same heads."""
+    return next(module for module in model.modules() if is_attention(module))
+
+
+def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
+    """Factor on query-key products by layer index, from the model's attention layers."""
+    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

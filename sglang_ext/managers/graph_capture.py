@@ -1,7 +1,8 @@
-"""Captures and compiles at server start: verification graphs, attention for verifications without a graph, SGLang's slot kernel."""
+"""Attention backends and graphs at server start: verification graphs, attention over compressed KV, SGLang's slot kernel."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,32 +11,34 @@ from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
-from sglang_ext.layers.attention import plan_memory
-from sglang_ext.layers.attention.verify_attention import VerifyAttention
-from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
+from sglang_ext.layers.forward import AttentionOverride
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.layers.attention.verify_attention import VerifyAttention
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 
 logger = logging.getLogger(__name__)
+
+# FlashInfer's name of the plan's memory, in all of its wrappers.
+PLAN = "_pin_memory_int_workspace_buffer"
 
 
 def capture_verify_graphs(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
-) -> VerifyGraphSet | None:
-    """Capture verification graphs, if the server verifies and SGLang captured graphs of one token per request; otherwise None.
+) -> "VerifyGraphSet | None":
+    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs.
 
-    Args:
-        args: The server's.
-        model_runner: The target's.
-        queries: Records the queries of the graphs.
-        verifier: Attention of verifications without a graph; None for the model's own.
+    ``verifier``: attention of verifications without a graph; None for the model's own.
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
+
     widths, tokens = options.verify_widths(args), max_captured_tokens(args, model_runner)
     make_room_for_logits(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
@@ -54,30 +57,86 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
     return most if width == 1 else max(most, options.max_captured_tokens(args, model_runner.req_to_token_pool.size))
 
 
-def record_step_queries(
-    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, every: int
-) -> AbstractContextManager[None]:
-    """A context in which captured graphs of steps record queries, if tokens are selected by them every ``every`` steps."""
-    if not every or model_runner.decode_cuda_graph_runner is None:
-        return nullcontext()
-    return queries.capturing(max_captured_tokens(args, model_runner), steps=True)
+def create_compressed_attention(
+    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
+) -> AttentionOverride | None:
+    """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it.
+
+    Args:
+        args: The server's.
+        model_runner: The target's.
+        queries: Records the queries of steps in captured graphs, if tokens are selected by them.
+        selection_interval: In steps; 0 if no method selects by the queries of steps.
+        layout: Layout of the server's compressed KV.
+        on_gpu: Whether the KV pool is on a GPU.
+    """
+    if not on_gpu:
+        model_runner.attn_backend.layout = layout
+        return None
+    records = selection_interval and model_runner.decode_cuda_graph_runner is not None
+    with queries.capturing(max_captured_tokens(args, model_runner), steps=True) if records else nullcontext():
+        # Rows that cache ranks send are plain tokens, too, but steps over them have a kernel of their own.
+        if type(layout) is PlainLayout:
+            return None
+        from sglang_ext.layers.attention import decode_graphs
+
+        return decode_graphs.create_attention(model_runner, layout)
 
 
-def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:
+def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> "VerifyAttention | None":
     """Attention of verifications without a graph; None for the model's own."""
     if args.kv_mode == "lossy":
         return None
     # fa3 accepts only equal numbers of tokens per request.
-    in_place = model_runner.decode_attention_backend_str in ("triton", "fa3")
-    return VerifyAttention(model_runner) if in_place else None
+    if model_runner.decode_attention_backend_str not in ("triton", "fa3"):
+        return None
+    from sglang_ext.layers.attention.verify_attention import VerifyAttention
+
+    return VerifyAttention(model_runner)
 
 
-def unpin_plans(model_runner: "ModelRunner", graphs: VerifyGraphSet | None) -> None:
-    """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
+def unpin_plans(model_runner: "ModelRunner", graphs: "VerifyGraphSet | None") -> None:
+    """Move FlashInfer's plans to unpinned memory, so that rounds can be launched further ahead of the device than SGLang's forwards.
+
+    FlashInfer plans a forward on the host: which blocks of a kernel read which part of the KV of which request. It writes the plan to
+    pinned memory. The device copies it from there when it reaches that forward. If the host is a forward ahead by then, it has overwritten
+    the plan, and the kernels read parts of KV that do not exist. They run for half a minute and fail with an illegal memory access.
+    SGLang's scheduler is one forward ahead of the device; a decode round is many forwards ahead. From unpinned memory, CUDA copies before
+    the call returns (CUDA Runtime API, "API synchronization behavior").
+
+    Call this after graphs are captured: each graph has a wrapper of its own.
+    """
     captured = [graph.attn_backend for graph in graphs.graphs] if graphs else []
-    count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
+    count = sum(unpin(backend) for backend in [model_runner.attn_backend, *captured])
     if count:
         logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
+
+
+def unpin(backend: AttentionBackend) -> int:
+    """Let FlashInfer write the plans of ``backend`` to unpinned memory. Returns the number of changed wrappers."""
+    wrappers = list(_planned(backend, set()))
+    for wrapper in wrappers:
+        setattr(wrapper, PLAN, torch.empty_like(getattr(wrapper, PLAN), pin_memory=False))
+    return len(wrappers)
+
+
+def _planned(value: object, seen: set[int]) -> Iterator[object]:
+    """FlashInfer's wrappers in a backend, in its nested backends, and in its lists and dictionaries."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if hasattr(value, PLAN):
+        yield value
+        return
+    inner = ()
+    if isinstance(value, AttentionBackend):
+        inner = vars(value).values()
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    for part in inner:
+        yield from _planned(part, seen)
 
 
 def compile_slot_kernel(token_table: torch.Tensor, requests: int) -> None:

@@ -4,16 +4,31 @@ The checks read all slots in use. So they run only if SGLang's own invariant che
 (``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY``): in soak runs and tests.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
-from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.request_states import output_end
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
-def is_strict() -> bool:
-    """Whether SGLang was started with strict invariant checks."""
-    return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
+
+def check_round(reqs: "Sequence[Req]", plan: RoundPlan, provider: FullKVProvider, compressed_kv: CompressedKVCache) -> None:
+    """Check the slots that the forwards of a round read and write, before they run (:func:`check`)."""
+    table, verify_reqs = compressed_kv.token_table, set(plan.verify_reqs)
+    written, exact = [], {}
+    for i, (req, state, start) in enumerate(zip(reqs, plan.states, plan.starts)):
+        # KV after the end of the output is written to SGLang's padding page.
+        length, end = plan.lengths[i], min(start + plan.num_steps + (i in verify_reqs), output_end(req))
+        written.append(table[state.row, length if i in verify_reqs else start : end].long())
+        exact[state.row] = range(provider.full_kv_start(state.row, req.cache_protected_len), length)
+    check(exact, torch.cat(written), compressed_kv)
 
 
 def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:

@@ -6,35 +6,28 @@ of steps and of captured verifications, such as partial sums of attention. Like 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options, selection_options
-from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention import verify_attention
-from sglang_ext.layers.attention.model_layers import first_attention_layer, attention_scaling
-from sglang_ext.layers.kernels.hack import specialized_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.forward import first_attention_layer, attention_scaling
+from sglang_ext.layers.kernels.gpu_launch import capability
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
-from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as selection_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
+logger = logging.getLogger(__name__)
 
 # Upper limit of query rings, as a share of the memory for KV; and rings that exist in any case, if that many requests run.
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
@@ -96,20 +89,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need.
+    """Bytes on the device outside SGLang's KV pool, by purpose; 0 for what a server does not need. The log names each part.
 
     Attributes:
-        rings: Requests whose newest queries are kept at once.
-        query_rings: These queries, for methods that score keys by them.
+        rings: Requests whose newest queries are kept at once, in ``query_rings`` bytes.
         draft_rows: A second row of the token table for each request, and wider rows.
         compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
-        pending_drafts: Drafts that are not verified yet.
         scores: Predicted scores of all slots, and the network that predicts them.
-        key_codes: Keys of all slots in few bits, by which tokens are selected.
-        extremes: Smallest and largest numbers of all pages, by which pages are selected.
-        staging: Staging buffers for full KV on its way to and from host memory.
-        workspaces: Workspaces for the attention of verifications.
-        selection_workspaces: Workspaces for selections of tokens or pages by the queries of steps.
+        key_codes, extremes: Data of all slots by which tokens, or pages, are selected.
         exchange_buffers: Upper limit of the buffers through which cache ranks on other GPUs get keys and queries. If the ranks send rows,
             also the records of compressed KV.
         prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
@@ -147,6 +134,13 @@ class MemoryPlan:
                 yield entry.metadata["name"], getattr(self, entry.name)
 
 
+class MemoryUser(Protocol):
+    """A feature of the worker (feature.py) that needs memory beside the pool."""
+
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+        """Bytes by field of :class:`MemoryPlan`."""
+
+
 @dataclass(frozen=True)
 class MemoryPlanner:
     """Plans memory for a server's flags, by the size of its pool.
@@ -158,6 +152,7 @@ class MemoryPlanner:
         backend: Attention backend of decoding; verifications follow it.
         on_gpu: Whether there are kernels and graphs.
         capability: Compute capability of an NVIDIA GPU; otherwise None.
+        features: The enabled features, which add their parts to the plan.
     """
 
     args: "KVServerArgs"
@@ -166,23 +161,21 @@ class MemoryPlanner:
     backend: str
     on_gpu: bool
     capability: tuple[int, int] | None
-
-    @property
-    def stride(self) -> int:
-        """Upper limit of a request's tokens in a verification."""
-        return self.args.speculative_num_draft_tokens
+    features: Sequence[MemoryUser] = ()
 
     @classmethod
-    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods) -> "MemoryPlanner":
+    def of(
+        cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser] = ()
+    ) -> "MemoryPlanner":
         """The planner for a loaded model."""
         _, backend = args.get_attention_backends()
         there = torch.empty(0, device=model_runner.device)
-        return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, packed_decode.capability(there))
+        return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, capability(there), features)
 
     @property
     def ring_span(self) -> int:
         """Queries in the ring of a request, as :attr:`QueryWindows.span`."""
-        return self.served.window + max(self.stride, self.served.every)
+        return self.served.window + max(self.args.speculative_num_draft_tokens, self.served.selection_interval)
 
     @property
     def code_bytes(self) -> int:
@@ -192,21 +185,20 @@ class MemoryPlanner:
         return KeySpec(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
 
     @property
-    def _paging(self) -> Quest | None:
+    def paging(self) -> "Quest | None":
         """The method that selects within attention; None if there is none."""
-        compressors = (method.compressor for method in self.served.methods)
-        return next((each for each in compressors if isinstance(each, Quest) and each.in_attention), None)
+        return next((method.compressor for method in self.served.methods if method.compressor.in_attention), None)
 
     def _extremes(self, slots: int) -> int:
-        """Bytes of the page extremes of this number of slots, as in page_extremes.py; 0 if there are none."""
-        model, paging = self.model, self._paging
+        """Bytes of the page extremes of this number of slots, as in key_derived_data.py; 0 if there are none."""
+        model, paging = self.model, self.paging
         page = 0 if paging is None else slots // paging.scoring.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in the pool, and of the data beside the pool that follows its keys."""
-        page = Quest.scoring.page
+        page = 1 if self.paging is None else self.paging.scoring.page
         return self.model.slot_bytes + self.code_bytes + -(-self._extremes(page) // page)
 
     @property
@@ -218,6 +210,11 @@ class MemoryPlanner:
     def _width(self) -> int:
         """Tokens in a row of SGLang's token table."""
         return self.model.context + get_req_to_token_extra_context_len(self.args)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a row of the widened token table."""
+        return self._width + self.ahead
 
     def rings(self, requests: int, tokens: int) -> int:
         """Requests whose queries are kept at once, for ``requests`` running requests at most, and a pool of ``tokens`` tokens."""
@@ -231,23 +228,20 @@ class MemoryPlanner:
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
         """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
         args, model, rows = self.args, self.model, requests + 1
-        width = self._width + self.ahead
+        parts = {name: size for feature in self.features for name, size in feature.planned_bytes(self, requests, tokens, rings).items()}
         scores, slots = self.served.scores, tokens + args.page_size
         return MemoryPlan(
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
-            draft_rows=4 * rows * (2 * width - self._width),
+            draft_rows=4 * rows * (2 * self.row_tokens - self._width),
             compressed_tables=self._compressed_tables(2 * rows),
-            pending_drafts=8 * rows * (self.stride - 1),
+            pending_drafts=8 * rows * (self.args.speculative_num_draft_tokens - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
-            staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            selection_workspaces=self._selection_bytes(rings, width) + self._page_selection_bytes(requests, width),
-            exchange_buffers=self._exchange_buffers(tokens) if self.on_gpu else 0,
-            prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.max_captured_tokens(args, requests) if self._captures else 0,
+            **parts,
         )
 
     @property
@@ -257,67 +251,29 @@ class MemoryPlanner:
         return graphs and args.kv_mode != "lossy"
 
     def _compressed_tables(self, rows: int) -> int:
-        methods = self.served.methods
+        methods, model = self.served.methods, self.model
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
-        bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
-        paging = self._paging
-        pages = 0 if paging is None else PagePointerLayout.table_numbers(self.model.layers, self.model.kv_heads, paging.every)
-        return 4 * rows * (counts + bounds + pages)
+        bounds = model.layers * model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
+        numbers = counts + bounds
+        if self.paging is not None:
+            from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
-    def _selection_bytes(self, rings: int, tokens: int) -> int:
-        """Bytes of selections of tokens, as in on_gpu.py, for contexts of at most ``tokens`` tokens.
-
-        Two may run at once: one on a second stream for all requests with rings, unless cache ranks select; and one when a request is
-        compressed.
-        """
-        model, selecting = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
-        if not self.on_gpu or not selecting:
-            return 0
-        sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, selecting[0].predictor
-        at_once = [1] if self.args.kv_cache_ranks else [1, rings]
-        return sum(selection_bytes(model.layers * count, *sizes) for count in at_once)
-
-    def _page_selection_bytes(self, requests: int, tokens: int) -> int:
-        """Bytes of selections of pages, as in quest_pages.py, in rows of ``tokens`` tokens; the layers of a step share them.
-
-        SGLang's graphs of steps share one workspace, if there are any. Another one is outside the graphs, which are captured from it and in
-        which larger batches run.
-        """
-        paging = self._paging
-        if not self.on_gpu or paging is None:
-            return 0
-        from sglang_ext.layers.kernels.selection.quest_pages import scratch_bytes
-
-        decode = self.args.cuda_graph_config.decode
-        at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
-        return sum(scratch_bytes(count, self.model.kv_heads, tokens, paging.scoring.page) for count in at_once)
-
-    def _exchange_buffers(self, tokens: int) -> int:
-        """Bytes of the exchange buffers. If ranks send rows, also of records: a number per token of the pool, layer and KV head."""
-        records = 4 * tokens * self.model.layers * self.model.kv_heads if selection_options.has_remote_values(self.args) else 0
-        return selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records
-
-    def _prompt_codes(self, tokens: int) -> int:
-        """Bytes of a prompt of at most ``tokens`` tokens in quantized_extend.py."""
-        if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
-            return 0
-        model, quantizer = self.model, next(m.quantizer for m in self.served.methods if m.quantizer is not None)
-        partition = quantizer.partition
-        token = model.kv_heads * PromptCodes.token_bytes(model.head_dim, model.value_dim, partition)
-        if specialized_prefill.is_supported_shape(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
-            token += model.query_heads * specialized_prefill.PrefillQueryCodes.query_bytes(model.head_dim, partition)
-        return tokens * token
+            numbers += PagePointerLayout.table_numbers(model.layers, model.kv_heads, self.paging.every)
+        return 4 * rows * numbers
 
     def _workspaces(self, requests: int) -> int:
-        """Bytes of the workspaces in verify_attention.py, verify_flashinfer.py and verify_fa3.py."""
+        """Bytes of the workspaces in verify_attention.py, and of fa3."""
         args, model = self.args, self.model
         if not self.on_gpu or args.kv_mode == "lossy":
             return 0
-        own = self.backend in ("triton", "fa3")
         size = 0
-        if own:
-            splits = verify_attention.context_splits(1, model.kv_heads, self._width + self.ahead, self._exact_tile)
-            size = 4 * verify_attention.workspace_size(model.query_heads, model.value_dim, self.stride, splits)
+        if self.backend in ("triton", "fa3"):
+            from sglang_ext.layers.attention import verify_attention
+
+            is_exact = args.enable_deterministic_inference and self.backend == "triton"
+            tile = verify_attention.exact_tile() if is_exact else 0
+            splits = verify_attention.context_splits(1, model.kv_heads, self.row_tokens, tile)
+            size = 4 * verify_attention.workspace_size(model.query_heads, model.value_dim, self.args.speculative_num_draft_tokens, splits)
         if not self._captures or self.backend == "triton":
             return size
         sizes = [min(requests, each) for each in args.cuda_graph_config.decode.bs]
@@ -331,18 +287,11 @@ class MemoryPlanner:
                 size += PAGE_TABLES * 4 * most * -(-model.context // args.page_size)
         return size
 
-    @property
-    def _exact_tile(self) -> int:
-        exact = self.args.enable_deterministic_inference and self.backend == "triton"
-        return verify_attention.exact_tile() if exact else 0
-
 
 def gb(size: int) -> str:
     """Bytes in a readable form."""
     return f"{size / 1e9:.2f} GB"
 
-
-logger = logging.getLogger(__name__)
 
 # Upper limit of the bytes by which a device rounds two allocations up.
 ALLOCATION_GRAIN = 4 << 20
@@ -352,10 +301,6 @@ class ReservedMemory:
     """Device memory that is kept from the KV pool. It is allocated after the weights are loaded and before the pool is created.
 
     With ``--max-total-tokens`` the pool keeps that size, if it fits without the plan.
-
-    Args:
-        planner: Plans for the server's flags.
-        model_runner: The target's.
 
     Raises:
         OptionError: The weights leave less memory than the plan needs.

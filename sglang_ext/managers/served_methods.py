@@ -1,40 +1,32 @@
 """The compression methods that this process serves, from the flags, with their data from the model and from files."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_ext.config import selection_options
 from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention.model_layers import first_attention_layer, is_attention
+from sglang_ext.layers.forward import attention_scaling, first_attention_layer, is_attention
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout, ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressed.rotary import Rotary, find_rotary
-from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor
-from sglang_ext.mem_cache.compressors.catalogue import MethodSpec, create
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.kvzip import KVzip
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.scores.index import ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.mem_cache.scores.predictor import Predictor
+from sglang_ext.mem_cache.compressors.catalogue import KVZAP, KVZIP, MethodSpec, create
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
+    from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import Predictor
 
 
 @dataclass(frozen=True)
@@ -47,34 +39,34 @@ class ServedMethods:
         scores: Predicted scores by slot; None if no method reads them.
         rotary: The model's rotary embedding; None if no method needs it.
         first_head: Index, among the model's KV heads, of the first that this rank holds.
+        scaling: Factor on query-key products of each attention layer, by its index in the model.
     """
 
     offered_methods: tuple[OfferedMethod, ...]
     methods: tuple[MethodSpec, ...]
-    scores: SlotScores | None = None
-    rotary: Rotary | None = None
+    scores: "SlotScores | None" = None
+    rotary: "Rotary | None" = None
     first_head: int = 0
+    scaling: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", layers: Sequence[int]) -> "ServedMethods":
+    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner") -> "ServedMethods":
         """Create the methods that the flags ask for.
-
-        Args:
-            args: The server's.
-            model_runner: The target's.
-            layers: Indices of its attention layers.
 
         Raises:
             OptionError: A file that a method needs is missing or belongs to another model.
         """
-        kv_heads, rank = first_attention_layer(model_runner.model).tp_k_head_num, model_runner.ps.tp_rank
-        scores = load_slot_scores(args, layers, kv_heads, rank)
-        offered, methods = offered_methods(args), methods_of(args, len(layers), kv_heads, rank, scores)
+        model, rank = model_runner.model, model_runner.ps.tp_rank
+        kv_heads, scaling = first_attention_layer(model).tp_k_head_num, attention_scaling(model)
+        scores = load_slot_scores(args, tuple(scaling), kv_heads, rank)
+        offered, methods = offered_methods(args), methods_of(args, len(scaling), kv_heads, rank, scores)
         rotary = None
         for offer, method in zip(offered, methods):
             if method.needs_rotary:
-                rotary = find_rotary(model_runner.model, is_attention, offer.name)
-        return cls(offered, methods, scores, rotary, first_kv_head(args, rank))
+                from sglang_ext.mem_cache.compressed.rotary import find_rotary
+
+                rotary = find_rotary(model, is_attention, offer.name)
+        return cls(offered, methods, scores, rotary, first_kv_head(args, rank), scaling)
 
     @property
     def window(self) -> int:
@@ -82,11 +74,22 @@ class ServedMethods:
         return max(method.compressor.window for method in self.methods)
 
     @property
-    def every(self) -> int:
+    def selection_interval(self) -> int:
         """Upper limit of the selection interval in steps; 0 if no method selects by the queries of steps."""
         return max(method.compressor.every for method in self.methods)
 
-    def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, rows: bool = False) -> KVLayout:
+    def buffers(self, args: "KVServerArgs", pool: KVCache) -> "tuple[KVBuffers, KeyDerivedData | None]":
+        """The layers of SGLang's ``pool``, and the object that updates quantized keys of all slots; None if no tokens are selected by them."""
+        buffers = KVBuffers.from_pool(pool, self.scaling, self.first_head)
+        bits = selection_options.slot_code_bits(args)
+        if not bits:
+            return buffers, None
+        from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
+
+        codes = SlotCodes(buffers.keys, buffers.layer_ids, bits)
+        return replace(buffers, codes=codes.held), codes
+
+    def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, receives_rows: bool = False) -> KVLayout:
         """The layout of the compressed KV. At most one method packs tokens, or points to full KV; that one is served alone.
 
         Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured.
@@ -96,24 +99,34 @@ class ServedMethods:
             buffers: The pool's.
             page_size: Slots that the pool allocates together.
             token_table: int32 [rows, width], with the draft rows.
-            rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
+            receives_rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
 
         Raises:
             ValueError: Heads of this size cannot be packed.
         """
         quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
         if quantizer is not None:
+            from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
+
             return QuantizedLayout.for_table(Packing.for_pool(quantizer, buffers, page_size, self.rotary), token_table)
-        if rows:
+        if receives_rows:
             return ExchangedRowLayout()
         pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
         if pointing is not None:
+            from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers
+
             pointers = Pointers.for_pool(buffers, page_size)
-            if not isinstance(pointing, Quest) or not pointing.in_attention:
+            if not pointing.in_attention:
                 return PointerLayout.for_table(pointers, token_table)
+            from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+
             extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
             return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)
-        return RaggedHeadLayout.of(buffers, len(token_table)) if adaptive else PlainLayout()
+        if adaptive:
+            from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
+
+            return RaggedHeadLayout.of(buffers, len(token_table))
+        return PlainLayout()
 
 
 def check_files(args: "KVServerArgs") -> None:
@@ -122,7 +135,7 @@ def check_files(args: "KVServerArgs") -> None:
     Raises:
         OptionError: There are no scores of the model; or the predictor is missing, has changed, or belongs to another model.
     """
-    if any(offer.drop_method == KVzip.name for offer in offered_methods(args)):
+    if any(offer.drop_method == KVZIP for offer in offered_methods(args)):
         config = args.get_model_config()
         if _score_index(args, config.num_hidden_layers).empty:
             raise OptionError(
@@ -142,13 +155,13 @@ def check_files(args: "KVServerArgs") -> None:
         )
 
 
-def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> SlotScores | None:
+def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> "SlotScores | None":
     """Load the predicted scores of a rank's KV heads; None if no compressor reads them.
 
     Args:
         args: The server's.
         layers: Indices of the model's attention layers.
-        kv_heads: KV heads of this rank.
+        kv_heads: Number of KV heads of this rank.
         rank: Index in ``--tp-size``. If there are more ranks than heads, neighbouring ranks have the same heads.
 
     Raises:
@@ -156,26 +169,26 @@ def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int,
     """
     if not _predicts(args):
         return None
+    from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
+
     predictor = _predictor(args)
     return SlotScores(predictor.of_heads(rank * predictor.kv_heads // args.tp_size, kv_heads), layers)
 
 
 def _predicts(args: "KVServerArgs") -> bool:
-    return any(offer.drop_method == KVzap.name for offer in offered_methods(args))
+    return any(offer.drop_method == KVZAP for offer in offered_methods(args))
 
 
-def _predictor(args: "KVServerArgs") -> Predictor:
+def _predictor(args: "KVServerArgs") -> "Predictor":
+    from sglang_ext.mem_cache.scores import Predictor, model_folder, model_key
+
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
-def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[MethodSpec, ...]:
+def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: "SlotScores | None") -> tuple[MethodSpec, ...]:
     """Specifications of the offered methods, in the order of :func:`offered_methods`, with the stored or predicted scores that they read.
 
-    Args:
-        args: The server's.
-        layers: Layers of the model.
-        kv_heads, rank: As for :func:`load_slot_scores`.
-        scores: Predicted scores by slot.
+    ``kv_heads`` and ``rank`` are those of :func:`load_slot_scores`.
 
     Raises:
         OptionError: A method needs scores, but the model has no files to identify it by.
@@ -187,15 +200,18 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor
-            if name == KVzap.name:
+            if name == KVZAP:
                 # Without host memory all scores are known, so no other compressor is needed.
+                from sglang_ext.mem_cache.compressors.kvzip import KVzap
+
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
-            elif name == Spade.name:
-                compressors[name] = selection_options.spade(args)
             elif each.compressor.every:
-                compressors[name] = selection_options.stepping(args, name)
-            elif name == KVzip.name:
-                compressors[name] = _kvzip(args, layers, kv_heads, rank)
+                compressors[name] = selection_options.step_method(args)
+            elif name == KVZIP:
+                from sglang_ext.mem_cache.compressors.kvzip import KVzip
+
+                first = first_kv_head(args, rank)
+                compressors[name] = KVzip(create(args.kv_online_compressor), _score_index(args, layers), slice(first, first + kv_heads))
         found.append(replace(each, compressor=compressors[name]))
     return tuple(found)
 
@@ -204,14 +220,9 @@ def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_siz
     """Compression methods that create compressed KV of this layout in a pool with this page size, from ``methods`` (:func:`methods_of`)."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
-        packing = layout.slot_layout(each, plain)
-        made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, offer.quant_method or "", offer.suffix, args.kv_sparse_from))
+        packing, quant_method = layout.slot_layout(each, plain), offer.quant_method or ""
+        made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, quant_method, offer.suffix, args.kv_sparse_from))
     return tuple(made)
-
-
-def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip:
-    index, first = _score_index(args, layers), first_kv_head(args, rank)
-    return KVzip(create(args.kv_online_compressor), index, slice(first, first + kv_heads))
 
 
 def first_kv_head(args: "KVServerArgs", rank: int) -> int:
@@ -219,6 +230,9 @@ def first_kv_head(args: "KVServerArgs", rank: int) -> int:
     return rank * args.get_model_config().get_total_num_kv_heads() // args.tp_size
 
 
-def _score_index(args: "KVServerArgs", layers: int) -> ScoreIndex:
+def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import model_folder, model_key
+
     key = model_key(model_folder(args.model_path, args.revision))
-    return ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, args.get_model_config().get_total_num_kv_heads())
+    return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())

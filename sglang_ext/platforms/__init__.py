@@ -6,18 +6,11 @@ SGLang keeps its own platform.
 
 import os
 
-PLATFORM_CLASS = "sglang_ext.platforms.plain_cpu:PlainCpuPlatform"
-
 
 def activate() -> str | None:
-    """Return the name of the plain CPU platform if no accelerator is present. Otherwise return ``None``.
-
-    With SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) it also returns ``None``.
-    """
+    """The name of the plain CPU platform. None with an accelerator or SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``)."""
     import torch
 
-    if torch.cuda.is_available() or torch.xpu.is_available():
+    if torch.cuda.is_available() or torch.xpu.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return None
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        return None
-    return PLATFORM_CLASS
+    return "sglang_ext.platforms.plain_cpu:PlainCpuPlatform"

@@ -15,11 +15,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Select options that work without kernels, and a pool that a laptop can allocate.
-
-        Only options that the user left open are set. SGLang's default pool takes 17 GB and 23 s to allocate on a CPU. So
-        ``max_total_tokens`` defaults to 32,768 tokens.
-        """
+        """Select options that work without kernels, and a pool that a laptop can allocate, where the user left them open."""
         # SGLang has selected intel_amx for a CPU by now. It would replace it by torch_native later.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
@@ -33,6 +29,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # csgmv is SGLang's default and a Triton kernel.
         if server_args.lora_backend == "csgmv":
             server_args.lora_backend = "torch_native"
+        # SGLang's default pool takes 17 GB and 23 s to allocate on a CPU.
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = 32768
         # The scheduler polls. On a CPU the poll would use the cores that compute.
@@ -65,7 +62,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_paged_allocator_cls(self) -> type:
         """An allocator without Triton kernels."""
-        from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+        from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
         return TorchPagedAllocator
 
@@ -81,17 +78,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The profiler activity of that name."""
         return torch.profiler.ProfilerActivity.CPU
 
-    def get_dispatch_key_name(self) -> str:
-        """``native``: SGLang's multi-platform operators use their PyTorch version."""
-        return "native"
-
 
 def allow_deterministic_inference() -> None:
-    """Allow ``--enable-deterministic-inference`` on a plain CPU, for sampling seeds.
-
-    SGLang uses a request's ``sampling_seed`` only with that flag, and refuses the flag for ``torch_native``. Seeds work here. Logits that
-    do not depend on the batch are not guaranteed.
-    """
+    """Allow ``--enable-deterministic-inference`` for sampling seeds, which need that flag. Logits may still depend on the batch."""
     from sglang.srt import server_args
 
     choices = server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
@@ -110,11 +99,7 @@ class _Unpinned(TorchFunctionMode):
 
 
 def relay_without_streams(original: Callable, future_map, batch) -> None:
-    """Hook around ``FutureMap._resolve_spec_extras``: gives a round its first tokens, and records no stream.
-
-    SGLang records the CUDA stream that reads these tensors, which torch refuses on a CPU. Verified decoding uses only the tokens of what
-    SGLang relays.
-    """
+    """Hook around ``FutureMap._resolve_spec_extras``: gives a round its first tokens, and records no CUDA stream."""
     between = batch.spec_info
     if between is not None and len(between.future_indices):
         between.bonus_tokens = future_map.output_tokens_buf[between.future_indices]

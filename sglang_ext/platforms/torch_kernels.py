@@ -1,6 +1,41 @@
 """PyTorch versions of the Triton kernels that stock SGLang needs even on a CPU."""
 
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.utils import get_num_new_pages
+
+
+class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
+    """SGLang's paged allocator without Triton kernels, for any page size including 1."""
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Allocate slots for tokens ``[prefix, seq)`` of each request: int64 [extend_num_tokens]. None if the pool is full.
+
+        ``last_loc``, int [batch], has the slot of the last token before the new ones, -1 for none.
+        """
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu)
+        if self.need_sort and num_new_pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        if num_new_pages > len(self.free_pages):
+            return None
+        out = torch.empty((extend_num_tokens,), dtype=torch.int64, device=self.device)
+        alloc_extend_naive(prefix_lens_cpu, seq_lens_cpu, last_loc, self.free_pages, out, self.page_size, self.device)
+        self.free_pages = self.free_pages[num_new_pages:]
+        return out
+
+    def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
+        """Allocate a slot for the last token of each request: int64 [batch]. None if the pool is full."""
+        return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
 
 
 def assign_req_to_token_pool(
@@ -16,13 +51,11 @@ def assign_req_to_token_pool(
     Args:
         req_pool_indices: int [batch], rows of the table.
         req_to_token: int32 [rows, width].
-        start_offset: int [batch].
-        end_offset: int [batch].
+        start_offset, end_offset: int [batch].
         out_cache_loc: int [sum of lengths].
     """
     done = 0
-    rows, starts, ends = req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()
-    for row, start, end in zip(rows, starts, ends):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
         req_to_token[row, start:end] = out_cache_loc[done : done + end - start].to(req_to_token.dtype)
         done += end - start
 
@@ -43,15 +76,12 @@ def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column), bit-identical to SGLang's kernel.
+    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column): uint32 [n, m], bit-identical to SGLang's kernel.
 
     Args:
         seed: uint64 [n].
         positions: int [n].
         col_indices: int [m].
-
-    Returns:
-        uint32 [n, m]
     """
     seed = seed.to(torch.int64)
     h = torch.zeros((len(seed), 1), dtype=torch.int64, device=seed.device)

@@ -1,10 +1,10 @@
 """Makes the CUDA wheel of torchvision loadable with a CPU build of torch.
 
 SGLang imports torchvision before any plugin runs, and the package index only has CUDA builds. Importing one with a CPU build of torch
-fails, because the operators ``torchvision::nms`` and ``torchvision::qnms`` are not registered. Declaring their schemas first is enough.
+fails, because two operators are not registered. Declaring their schemas first is enough.
 
 ``python -m sglang_ext.platforms.torchvision_cpu`` writes a ``.pth`` file into the folder of installed packages. From then on each
-interpreter of that environment has an import hook. The hook declares the schemas when torchvision is imported, and does nothing otherwise.
+interpreter of that environment has an import hook, which declares the schemas when torchvision is imported.
 """
 
 import importlib.abc
@@ -53,11 +53,10 @@ def install() -> str:
     """Write the ``.pth`` file that enables the hook in each interpreter. Return its path."""
     path = os.path.join(sysconfig.get_paths()["purelib"], PTH_NAME)
     with open(path, "w") as file:
-        file.write(f"import {__name__ if __name__ != '__main__' else MODULE} as m; m.enable()\n")
+        file.write("import sglang_ext.platforms.torchvision_cpu as m; m.enable()\n")
     return path
 
 
-MODULE = "sglang_ext.platforms.torchvision_cpu"
 
 if __name__ == "__main__":
     print(f"wrote {install()}")

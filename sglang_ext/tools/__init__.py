@@ -1,8 +1,69 @@
 """Commands that run beside a server, and the helpers that they share."""
 
+import math
+import shlex
+import tempfile
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_ext.core import OptionError
+
 ROLES = ("prefill", "decode")
 """Roles of the two servers in prefill-decode disaggregation."""
+LAST_PORT = 65535
+PROMPT_LENGTH_OPTION = "--context-len"
+"""Option of most benchmarks for the length of prompts."""
 
 
 class CommandError(Exception):
-    """A command cannot run. The message names the cause and the remedy."""
+    """A command cannot run. The message names the cause, the allowed values, and the remedy."""
+
+
+def split_flags(texts: Sequence[str], option: str = "flags") -> tuple[str, ...]:
+    """Split the values of an option into flags as a shell does. Raises ``CommandError``, which names ``option``, for an open quote."""
+    found: list[str] = []
+    for text in texts:
+        try:
+            found += shlex.split(text)
+        except ValueError as error:
+            raise CommandError(f"{option} {text!r}: {error}; close it as for a shell") from error
+    return tuple(found)
+
+
+def seconds(text: str) -> float:
+    """Parse a time above 0. Raises ``ArgumentTypeError`` for another text."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise ArgumentTypeError(f"{text!r}: pass seconds above 0")
+    return found
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Create the folder. Raises ``OptionError`` with the flag and its value if no file can be written in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{flag} is {str(path)!r}, to which nothing can be written ({error.strerror}): pass a folder that you may write to"
+        ) from error
+
+
+def exit_code(name: str, work: Callable[[], None], console: Console) -> int:
+    """Run ``work``. Returns 0 if it is done, 2 for an error in its input, which is shown, and 130 if it was interrupted."""
+    try:
+        work()
+    except (CommandError, OptionError) as error:
+        console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        console.print(f"{name}: interrupted; run it again for the rest")
+        return 130
+    return 0

@@ -3,8 +3,8 @@
     python -m sglang_ext.tools.manual            # writes both
     python -m sglang_ext.tools.manual --check    # exit code 1 if one is out of date
 
-Flags come from the help of :class:`~sglang_ext.arguments.KVServerArgs`, refusals from the tables that the server checks. Text between the
-marks :data:`BEGIN` and :data:`END` is handwritten and kept.
+Flags come from the table of flags, refusals from the tables that the server checks. Text between the marks :data:`BEGIN` and
+:data:`END` is handwritten and kept.
 """
 
 import argparse
@@ -14,36 +14,19 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
-
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config.combinations import CACHES, PARALLELISM, REFUSALS
 from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
+from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.options import MODES
-from sglang_ext.config.refusal import Refusal, flag
-from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
+from sglang_ext.config.rules import Flag, Refusal, one_of, option
 from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
 GENERATED = "<!-- Written by `python -m sglang_ext.tools.manual`, except the text between the marks. -->"
 WIDTH = 110
-VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r"\d+"))
-# Fields in the order of the page.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Mode": ("kv_mode",),
-    "What the compressed cache keeps": (
-        *("kv_compressor", "kv_budget", "kv_sparse_from", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets"),
-        *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
-    ),
-    "Tokens selected for each step": (
-        *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_cache_rank_gpu", "kv_pack_layers", "kv_cache_rank_gb"),
-        "kv_score_bits",
-    ),
-    "Drafts": ("kv_draft_length", "kv_max_burst"),
-    "Streams": ("kv_stream_pacing",),
-    "Full KV in host memory": ("kv_host_gb", "kv_full_tier", "kv_offload_draft_length"),
-    "Transfer of KV between servers": ("kv_reference", "kv_link_gbps", "kv_link_keys"),
-    "For benchmarks and tests": ("kv_bench_acceptance", "kv_bench_corrupt_loads", "kv_bench_codec", "kv_bench_timeline"),
-}
+PLACEHOLDER = re.compile(r"\{args\.(?:kv_)?(\w+)\}")
+SGLANG_VALUES = ("auto", "null", "prefill", "decode", "progressive", "cpu", "cuda")
+VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, *SGLANG_VALUES, r"\d+"))
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Memory and caches": CACHES,
     "Parallelism": PARALLELISM,
@@ -53,52 +36,34 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
 }
 
 
-def own_fields() -> tuple[str, ...]:
-    """Names of the fields that :class:`KVServerArgs` adds to SGLang's arguments."""
-    return tuple(KVServerArgs.__annotations__)
-
-
 def flags_page(by_hand: str) -> str:
-    """Render ``docs/flags.md``. ``by_hand`` is its handwritten part.
-
-    Raises:
-        ValueError: A flag is in no group, or in two.
-    """
-    grouped = [name for names in GROUPS.values() for name in names]
-    if sorted(grouped) != sorted(own_fields()):
-        raise ValueError(f"GROUPS has {sorted(grouped)}, the arguments are {sorted(own_fields())}: put each flag into one group")
-    parser = argparse.ArgumentParser()
-    add_cli_args_from_dataclass(parser, KVServerArgs, fields=grouped)
-    actions = {action.dest: action for action in parser._actions}
+    """Render ``docs/flags.md``. ``by_hand`` is its handwritten part."""
     lines = [
         "# Flags",
         GENERATED,
         "With `--kv-mode full` the other flags have no effect, except those of transfers. A warning at start names those that are given.\n"
         "In a program\n"
-        '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.',
+        '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.\n'
+        "A word in capitals is a value of another flag. The reason says which values are refused.",
     ]
-    for group, names in GROUPS.items():
-        lines += [f"## {group}", *(_flag(actions[name]) for name in names)]
-    return _page(*lines, *_kept(by_hand))
+    for group in GROUPS:
+        lines += [f"## {group}", *(_flag(flag) for flag in FLAGS if flag.group == group)]
+    return "\n\n".join([*lines, *_kept(by_hand)]) + "\n"
 
 
 def compatibility_page(by_hand: str) -> str:
     """Render ``docs/compatibility.md``. ``by_hand`` is its handwritten part."""
-    lines = []
+    lines = ["# Compatibility", GENERATED, *_kept(by_hand)]
     for group, refusals in REFUSED.items():
         lines += [f"## Refused: {group[0].lower()}{group[1:]}", "\n".join(_refusals(refusals))]
-    return _page("# Compatibility", GENERATED, *_kept(by_hand), *lines)
+    return "\n\n".join(lines) + "\n"
 
 
 PAGES = {"flags.md": flags_page, "compatibility.md": compatibility_page}
 
 
 def handwritten_part(text: str) -> str:
-    """The text between the marks of a page. Empty if it has none.
-
-    Raises:
-        ValueError: There is one mark without the other.
-    """
+    """The text between the marks of a page. Empty if it has none."""
     if (BEGIN in text) != (END in text):
         raise ValueError(f"the page has one of {BEGIN} and {END}; handwritten text must be between both")
     return text.partition(BEGIN)[2].partition(END)[0].strip()
@@ -106,11 +71,8 @@ def handwritten_part(text: str) -> str:
 
 def render(folder: Path) -> dict[Path, str]:
     """Render each page of a ``docs`` folder."""
-    found = {}
-    for name, page in PAGES.items():
-        path = folder / name
-        found[path] = page(handwritten_part(path.read_text()) if path.exists() else "")
-    return found
+    paths = {folder / name: page for name, page in PAGES.items()}
+    return {path: page(handwritten_part(path.read_text()) if path.exists() else "") for path, page in paths.items()}
 
 
 def outdated_pages(folder: Path) -> list[Path]:
@@ -118,28 +80,35 @@ def outdated_pages(folder: Path) -> list[Path]:
     return [path for path, text in render(folder).items() if not path.exists() or path.read_text() != text]
 
 
-def _page(*blocks: str) -> str:
-    return "\n\n".join(blocks) + "\n"
-
-
 def _kept(by_hand: str) -> tuple[str, ...]:
     return tuple(filter(None, (BEGIN, by_hand, END)))
 
 
-def _flag(action: argparse.Action) -> str:
-    text = (action.help or "").replace("%%", "%")
-    said = [] if action.default is None and "efault" in text else ["none" if action.default is None else f"`{action.default}`"]
-    default = [f"Default: {each}." for each in said]
-    choices = [f"Values: {', '.join(f'`{choice}`' for choice in action.choices)}."] if action.choices else []
-    blocks = (f"### `{action.option_strings[0]}`", " ".join(default + choices), _wrapped(text))
-    return "\n\n".join(filter(None, blocks))
+def _flag(flag: Flag) -> str:
+    default = "none" if flag.default is None else f"`{flag.default}`"
+    # A text names a default that depends on other flags.
+    facts = [] if flag.default is None and "efault" in flag.text else [f"Default: {default}."]
+    if flag.values:
+        facts.append(f"Values: {one_of(f'`{each}`' if isinstance(each, str | int) else each for each in flag.values)}.")
+    if flag.needs:
+        facts.append(f"Needs {', '.join(flag.needs)}.")
+    # The conflicts of the mode are in docs/compatibility.md.
+    refused = () if flag.conflicts is REFUSALS else (_conflict(each) for each in flag.conflicts)
+    return "\n\n".join(filter(None, (f"### `{flag.option}`", _wrapped(" ".join(facts)), _wrapped(flag.text), "\n".join(refused))))
+
+
+def _conflict(refusal: Refusal) -> str:
+    """A line about a refused combination. Values of the arguments are named like variables."""
+    refused = "Refused" if refusal.value is None else f"`{refusal.value}` is refused"
+    text = f"- {refused} with {refusal.option}: {refusal.why}; {refusal.remedy}."
+    return _wrapped(PLACEHOLDER.sub(lambda found: found[1].rpartition("_")[2].upper(), text), "  ")
 
 
 def _refusals(refusals: Iterable[Refusal]) -> Iterator[str]:
     for refusal in refusals:
         yield _wrapped(f"- {refusal.option}: {refusal.why}; {refusal.remedy}.", "  ")
-        if refusal.parts:
-            yield _wrapped(f"  With it: {', '.join(map(flag, refusal.parts))}.", "  ")
+        if refusal.dependent_fields:
+            yield _wrapped(f"  With it: {', '.join(map(option, refusal.dependent_fields))}.", "  ")
 
 
 def _wrapped(text: str, indent: str = "") -> str:

@@ -40,6 +40,12 @@ def free_port() -> int:
     raise CommandError("tried 100 ports of 10000 to 32767, and all are taken: pass --port with a free one")
 
 
+def is_taken(port: int) -> bool:
+    """Whether a process listens on this port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
+
+
 class ServerClient:
     """Sends requests to a server on a port of this machine.
 
@@ -68,30 +74,31 @@ class ServerClient:
         Raises:
             OSError: The server returned an error (``urllib.error.HTTPError``), is not reachable, or exceeded the time limit.
         """
-        with _lost_connections(), self._open(path, body, timeout) as response:
+        with self._open(path, body, timeout) as response:
             text = response.read().decode()
         try:
             return json.loads(text)
         except json.JSONDecodeError:
             return text
 
-    def _open(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> HTTPResponse:
+    @contextmanager
+    def _open(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[HTTPResponse]:
+        """Send a request. The error of an incomplete response is an :class:`OSError`, like that of other lost connections."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/{path.lstrip('/')}", data, {"Content-Type": "application/json"} if data else {}
-        )
-        seconds = self.request_timeout if timeout is None else timeout
-        return urllib.request.urlopen(request, timeout=seconds)
+        headers = {"Content-Type": "application/json"} if data else {}
+        request = urllib.request.Request(f"{self.url}/{path.lstrip('/')}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.request_timeout if timeout is None else timeout) as response:
+                yield response
+        except HTTPException as error:
+            raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send a POST request with a streaming response. Yield the JSON of each server-sent event when it arrives.
+        """Send a POST request. Yield the JSON of each server-sent event when it arrives. Raises as :meth:`request`.
 
-        Raises:
-            OSError: As for :meth:`request`. A stream that breaks off may also just end.
+        A stream that breaks off may also just end.
         """
-        with _lost_connections(), self._open(path, body) as response:
+        with self._open(path, body) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
@@ -105,41 +112,20 @@ class ServerClient:
         return True
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache.
-
-        Raises:
-            CommandError: The server returned an error, or is not reachable.
-        """
+        """Empty the prefix cache. Raises :class:`CommandError` if the server refuses."""
         try:
             self.request("flush_cache?timeout=30", {}, timeout=60)
         except OSError as error:
-            raise CommandError(
-                f"POST /flush_cache failed: {describe_error(error)}; the server must be idle and alive"
-            ) from error
+            raise CommandError(f"POST /flush_cache failed: {describe_error(error)}; the server must be idle and alive") from error
 
     def post_quietly(self, path: str, body: dict[str, Any]) -> None:
         """Send a POST request and ignore errors, for example for an abort that may be too late."""
-        try:
+        with suppress(OSError, ValueError):
             self.post(path, body)
-        except (OSError, ValueError):
-            return
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a POST request. Return the JSON of the response.
-
-        Raises:
-            OSError: The server returned an error (``urllib.error.HTTPError``), or is not reachable.
-        """
+        """Send a POST request. Return the JSON of the response. Raises as :meth:`request`."""
         return self.request(path, body)
-
-
-@contextmanager
-def _lost_connections() -> Iterator[None]:
-    """Turn the error of an incomplete response into an :class:`OSError`, like other lost connections."""
-    try:
-        yield
-    except HTTPException as error:
-        raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
 
 def describe_error(error: Exception) -> str:

@@ -9,27 +9,18 @@ from typing import Any, NoReturn
 from sglang.srt.plugins import load_plugins
 
 from sglang_ext import flag_checks
-from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config import (
-    method_options,
-    options,
-    refused_options,
-    selection_options,
-    transports,
-)
+from sglang_ext.arguments import CheckedServerArgs
+from sglang_ext.config import disaggregation_options, method_options, options, selection_options
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.config.options import BACKEND
+from sglang_ext.config.rules import option
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer.link_settings import options_mismatch
-from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.server_process import PROMPT_LENGTH_OPTION
+from sglang_ext.managers.kv_transfer.wire import options_mismatch
+from sglang_ext.tools import PROMPT_LENGTH_OPTION, ROLES, CommandError
 
-EQUAL_FIELDS = ("disaggregation_transfer_backend",)
-"""Server arguments that must be equal for a prefill and a decode server."""
 EQUAL_LINK_FIELDS = ("kv_reference", "kv_bench_codec", "tp_size")
-"""Server arguments that must also be equal with transfer backend ``progressive``."""
-AUTO = "auto"
+"""Server arguments that must be equal for a prefill and a decode server with transfer backend ``progressive``."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 """Names of ``--dtype`` and ``--kv-cache-dtype`` with the same meaning."""
 RESERVED_TOKENS = 2
@@ -38,45 +29,33 @@ CONFIG = "--config"
 """SGLang's flag for a file with further flags, which only the server reads."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises an error instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(" ".join(message.split()))
-
-
-class _UnresolvedArgs(KVServerArgs):
+class _UnresolvedArgs(CheckedServerArgs):
     """Server arguments that are only checked. SGLang's defaults are not resolved, except the device."""
 
     def __post_init__(self) -> None:
         flag_checks.check_flags(self)
         if self.kv_mode != "full":
-            refused_options.check_combinations(self)
             self.device = options.expected_device(self.device)
-            selection_options.check_device(self)
+            flag_checks.check_device(self)
 
 
-def check(
-    model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION
-) -> None:
-    """Check the flags of several servers. Arguments as for :func:`sglang_ext.tools.server_process.check_servers`.
-
-    Raises:
-        CommandError: Names the server and the flag, with the allowed values and the remedy.
-    """
+def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
+    """Check the flags of several servers, as :func:`sglang_ext.tools.server_process.check_servers` in another process."""
     load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
-    parser = _Parser(add_help=False)
-    KVServerArgs.add_cli_args(parser)
-    del parser.error  # SGLang sets this attribute; it would end the process
-    by_role: dict[str, tuple[str, KVServerArgs]] = {}
+    parser = argparse.ArgumentParser(add_help=False)
+    CheckedServerArgs.add_cli_args(parser)
+    parser.error = _refuse  # argparse's would end the process
+    by_role: dict[str, tuple[str, CheckedServerArgs]] = {}
     for name, flags in servers.items():
         if CONFIG in flags:
             continue
         try:
             parsed = parser.parse_args(["--model-path", model, *flags])
-            fields = (each.name for each in dataclasses.fields(KVServerArgs))
+            fields = (each.name for each in dataclasses.fields(CheckedServerArgs))
             args = _UnresolvedArgs(**{each: getattr(parsed, each) for each in fields if hasattr(parsed, each)})
-            _check_transport(args)
+            backend = args.disaggregation_transfer_backend
+            if args.disaggregation_mode != "null" and (obstacle := disaggregation_options.transport_obstacle(backend)) is not None:
+                raise CommandError(f"--disaggregation-transfer-backend is {backend}: {obstacle}")
             if args.kv_mode != "full":
                 method_options.check_partitions(args, lambda: _head_dim(Path(model)))
                 if layers := _config(Path(model)).get("num_hidden_layers"):
@@ -89,9 +68,16 @@ def check(
         _check_pair(*(by_role[role] for role in ROLES))
 
 
-def _check_length(model: Path, name: str, args: KVServerArgs, max_tokens: int, length_option: str) -> None:
+def _refuse(message: str) -> NoReturn:
+    raise CommandError(" ".join(message.split()))
+
+
+def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: int, length_option: str) -> None:
     """Refuse requests longer than the server's context, if the context is known."""
-    context = args.context_length or _context_length(model, args)
+    context = args.context_length
+    if not context:
+        config = _config(model) if args.json_model_override_args == "{}" else {}
+        context = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     if context is not None and max_tokens > context - RESERVED_TOKENS:
         raise CommandError(
             f"the server {name} serves prompts of up to {context - RESERVED_TOKENS} tokens with their outputs, and the longest has {max_tokens}: "
@@ -101,69 +87,38 @@ def _check_length(model: Path, name: str, args: KVServerArgs, max_tokens: int, l
 
 
 def _config(model: Path) -> dict[str, Any]:
-    """Read ``config.json`` of a model folder. Returns an empty dictionary if there is no such file.
-
-    Raises:
-        OptionError: The file cannot be read.
-    """
+    """Read ``config.json`` of a model folder. Returns an empty dictionary if there is no such file."""
     return read_config(model) if (model / "config.json").is_file() else {}
 
 
-def _context_length(model: Path, args: KVServerArgs) -> int | None:
-    """Tokens of the model's longest context. None if only the server can determine it."""
-    config = _config(model) if args.json_model_override_args == "{}" else {}
-    return None if config.get("rope_scaling") else config.get("max_position_embeddings")
-
-
 def _head_dim(model: Path) -> int | None:
-    """Channels of a KV head. None if only the server can determine it.
-
-    Raises:
-        OptionError: ``config.json`` cannot be read.
-    """
+    """Channels of a KV head. None if only the server can determine it."""
     config = _config(model)
     known = "num_attention_heads" in config and (config.get("head_dim") or "hidden_size" in config)
     return kv_shape(config)[1] if known else None
 
 
-def _check_transport(args: KVServerArgs) -> None:
-    """Refuse a transfer backend that does not work on this machine."""
-    backend = args.disaggregation_transfer_backend
-    obstacle = None if args.disaggregation_mode == "null" else transports.transport_obstacle(backend)
-    if obstacle is not None:
-        raise CommandError(f"--disaggregation-transfer-backend is {backend}: {obstacle}")
-
-
-def _check_pair(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse a prefill and a decode server that cannot transfer KV to each other. Each server is a name and its arguments."""
     has_links = one[1].disaggregation_transfer_backend == BACKEND
-    for flag in (*EQUAL_FIELDS, *(EQUAL_LINK_FIELDS if has_links else ())):
-        values = [getattr(args, flag) for _, args in (one, other)]
+    flags = ("disaggregation_transfer_backend", *(EQUAL_LINK_FIELDS if has_links else ()))
+    compared = {flag: [getattr(args, flag) for _, args in (one, other)] for flag in flags}
+    # With different page sizes SGLang's decode server crashes at the first request. Without a flag a page has one token. In mode full SGLang
+    # may choose another size, which is not known here.
+    pages = [args.page_size or (None if args.kv_mode == "full" else 1) for _, args in (one, other)]
+    if None not in pages:
+        compared["page_size"] = pages
+    for flag, values in compared.items():
         if values[0] != values[1]:
-            raise CommandError(
-                f"--{flag.replace('_', '-')} is {values[0]} of the server {one[0]} and {values[1]} of the server {other[0]}: "
-                "give both the same"
-            )
-    _check_page_sizes(one, other)
+            raise CommandError(f"{option(flag)} is {values[0]} of the server {one[0]} and {values[1]} of the server {other[0]}: give both the same")
     if has_links:
         _check_pools_and_keys(one, other)
-    # Empty unless quantized prompts are transferred.
     quantized = [quantized_transfer_settings(args) for _, args in (one, other)]
     if quantized[0] != quantized[1]:
         raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*quantized)}")
 
 
-def _check_page_sizes(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
-    """Refuse different page sizes, with which SGLang's decode server crashes at the first request.
-
-    Without a flag a page has one token. In mode full SGLang may choose another size, which is not known here.
-    """
-    pages = [args.page_size or (None if args.kv_mode == "full" else 1) for _, args in (one, other)]
-    if None not in pages and pages[0] != pages[1]:
-        raise CommandError(f"--page-size is {pages[0]} of the server {one[0]} and {pages[1]} of the server {other[0]}: give both the same")
-
-
-def _check_pools_and_keys(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+def _check_pools_and_keys(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse KV pools of different dtypes, if flags determine them, and link keys at one server alone."""
     dtypes = [_pool_dtype(args) for _, args in (one, other)]
     if None not in dtypes and dtypes[0] != dtypes[1]:
@@ -176,7 +131,7 @@ def _check_pools_and_keys(one: tuple[str, KVServerArgs], other: tuple[str, KVSer
         raise CommandError(f"the server {has} has --kv-link-keys and the server {lacks} has none: give both the same file, or neither")
 
 
-def _pool_dtype(args: KVServerArgs) -> str | None:
+def _pool_dtype(args: CheckedServerArgs) -> str | None:
     """The dtype of a server's KV pool. None if the model determines it."""
-    name = args.dtype if args.kv_cache_dtype == AUTO else args.kv_cache_dtype
-    return None if name == AUTO else DTYPE_ALIASES.get(name, name)
+    name = args.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    return None if name == "auto" else DTYPE_ALIASES.get(name, name)

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,17 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO
 
 from sglang_ext.config import model_folder
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import HOST, ServerClient, free_port
+from sglang_ext.tools import PROMPT_LENGTH_OPTION, CommandError
+from sglang_ext.tools.server_client import HOST, ServerClient, free_port, is_taken
 
 TAIL_LINES = 25
 """Last lines of a log in an error message."""
-PROMPT_LENGTH_OPTION = "--context-len"
-"""Option of most benchmarks for the length of prompts."""
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
 """Seconds for workers to end after their server has ended."""
@@ -40,11 +37,6 @@ _started: "list[ServerProcess]" = []
 """Servers that run, and must be stopped before this process ends."""
 _is_leaving = False
 """Whether a signal is ending this process. Threads then start no further server."""
-
-
-def file_name(name: str) -> str:
-    """Turn a server's name into a part of a file name. The name may contain a path, as ``--kv-compressor ./my_method.py:KeyNorm``."""
-    return re.sub(r"[^\w.+-]+", "-", name)
 
 
 def stop_all() -> None:
@@ -104,9 +96,7 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
     set_handlers(leave_once)
 
 
-def check_servers(
-    model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION
-) -> None:
+def check_servers(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
     """Check the model and the flags of several servers before the first one starts.
 
     Args:
@@ -122,19 +112,14 @@ def check_servers(
     if problem is not None:
         raise CommandError(f"--model {problem}: pass a Hugging Face folder")
     # Another process imports SGLang, so that the measuring process does not take device memory from the servers.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence_warnings) as checker:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
         checker.submit(_check_flags, model, dict(servers), max_tokens, length_option).result()
 
 
-def _silence_warnings() -> None:
-    """Silence the warnings of the process that checks flags. The servers log the same warnings."""
-    warnings.simplefilter("ignore")
-    from sglang_ext.config import benchmark_options
-
-    benchmark_options.logger.setLevel(logging.ERROR)
-
-
 def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:
+    # The servers log the same warnings.
+    warnings.simplefilter("ignore")
+    logging.getLogger("sglang_ext").setLevel(logging.ERROR)
     from sglang_ext.tools import server_flags
 
     server_flags.check(model, servers, max_tokens, length_option)
@@ -192,23 +177,17 @@ class ServerProcess(ServerClient):
             on_error.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards.
-
-        Raises:
-            CommandError: The port is taken, or a signal is ending this process.
-        """
+        """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards."""
         if _is_leaving:
             raise CommandError("the benchmark was interrupted and starts no further server; run it again for the rest")
-        self._check_port()
+        if is_taken(self.port):
+            raise CommandError(
+                f"port {self.port} is taken, and requests would reach the other server: pass --port with a free port, or 0 for any free one"
+            )
         # The server appends to the log, so that truncating the file during the run leaves no hole.
         self.log.write_bytes(b"")
         with self.log.open("ab") as log:
@@ -216,11 +195,7 @@ class ServerProcess(ServerClient):
         _started.append(self)
 
     def wait_healthy(self) -> None:
-        """Wait until a started server is healthy.
-
-        Raises:
-            CommandError: The server ended, or was not healthy in time. The message shows the end of its log.
-        """
+        """Wait until a started server is healthy. It may raise, as entry to the context does."""
         # Keep the process: another thread may stop the server during the wait.
         process = self._process
         assert process is not None
@@ -266,21 +241,12 @@ class ServerProcess(ServerClient):
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines[:-TAIL_LINES] if ERROR.search(line)]
         first = [f"first error in its log: {errors[0]}"] if errors else []
-        return "\n".join(
-            [f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]]
-        )
+        return "\n".join([f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]])
 
     def launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Launch the process in a session of its own, so that one process group has all of its workers. Subclasses may override it."""
-        env = {**os.environ, **self.env}
-        return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-
-    def _check_port(self) -> None:
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, self.port)) == 0:
-                raise CommandError(
-                    f"port {self.port} is taken, and requests would reach the other server: pass --port with a free port, or 0 for any free one"
-                )
+        environment = {**os.environ, **self.env}
+        return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:

@@ -83,7 +83,7 @@ def test_requests_that_begin_alike_share_what_the_rank_holds_of_them():
     for _ in range(6):
         world.step()
         assert led_as_chosen(world, 1, 300) and led_as_chosen(world, 2, 400), world.arenas[0].counters.tolist()
-    assert sum(leases.sent for leases in world.steps._leases.values()) == 300 + 400 - 256 and not +world.steps.missed
+    assert world.sent == 300 + 400 - 256 and not +world.steps.missed
     world.steps.end()
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2
-    world.steps._max_wait_seconds = 2.0
+    world.steps.max_wait_seconds = 2.0
     world.step(), world.step()
     assert led_as_chosen(world, 1, 200)
     world.steps.end()

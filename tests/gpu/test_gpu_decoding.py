@@ -3,7 +3,7 @@
 import pytest
 from servers import greedy
 
-from sglang_ext.doctor.serving import has_fa3
+from sglang_ext.doctor.checks import has_fa3
 
 pytestmark = pytest.mark.server
 NEEDS_FA3 = pytest.mark.skipif(not has_fa3(), reason="this sglang-kernel has no FlashAttention-3")

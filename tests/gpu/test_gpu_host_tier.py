@@ -9,9 +9,8 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker
-from sglang_ext.mem_cache.prefix_cache.reloads import TransferBandwidth
 
 PAGE = 16
 

@@ -27,7 +27,7 @@ def test_a_plan_is_taken_before_the_next_is_written():
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-    from sglang_ext.layers.attention.plan_memory import PLAN, unpin
+    from sglang_ext.managers.graph_capture import PLAN, unpin
 
     def pointers(*lengths):
         host = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)

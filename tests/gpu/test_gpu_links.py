@@ -7,18 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.hooks import chunk_transfer
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
+from sglang_ext.hooks import transfer
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder, RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, Stream
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 64, 400
@@ -68,9 +67,7 @@ def test_pages_of_any_gpu_travel(device, reference):
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
     out = RoomEncoder(1, codec, layers, [0], [bytes(32)], Told())
     in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
-    into = RoomWriter(
-        make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
-    )
+    into = RoomWriter(make_codec(reference, received), AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told())
     assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
 
     def write():
@@ -131,11 +128,11 @@ def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
         packing = Packing.for_pool(method(*named).quantizer, buffers, 1)
         room = QuantizedPromptCodec(pool, packing, buffers, begin, begin + 256, 128, seeds.to(pool.device) if packing.stochastic else None)
         slots = torch.arange(100, 100 + 128, device=pool.device)
-        found.append(torch.tensor(list(room.encode_anchor(PlacedPage(begin, slots), layers))))
+        found.append(torch.tensor(list(room.encode(PlacedPage(begin, slots), layers).anchor)))
         times = []
         for _ in range(5):
             begun = time.monotonic()
-            room.encode_anchor(PlacedPage(begin, slots), layers)
+            room.encode(PlacedPage(begin, slots), layers)
             times.append(1000 * (time.monotonic() - begun))
         assert pool.device.type == "cpu" or min(times) < CODED_MS, times
         into = torch.arange(packing.packed_slots(128), device=pool.device)
@@ -177,9 +174,9 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         with torch.cuda.stream(forward):
             for _ in range(200):
                 factor @ factor
-        chunk_transfer.note_launch(barrier, scheduler)
-        chunk_transfer.send_kv_chunk(read, scheduler, req, False, 8192)
+        transfer.note_launch(barrier, scheduler)
+        transfer.send_kv_chunk(read, scheduler, req, False, 8192)
         runs = not forward.query()
-        chunk_transfer.send_kv_chunk(read, scheduler, req, True, 8192)
+        transfer.send_kv_chunk(read, scheduler, req, True, 8192)
     assert runs and forward.query(), took
     torch.cuda.synchronize()

@@ -5,7 +5,7 @@ import torch
 from anchored_checks import moved, packed, words
 
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks
+from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 @pytest.mark.parametrize("staging", [None, 0], ids=["one piece", "page by page"])

@@ -14,13 +14,13 @@ from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import REPLAYS, accept_length, served
 
 from sglang_ext_bench.soaking.soak import server_environment
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.device import SideStream
 from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
@@ -50,7 +50,7 @@ class OnGpu:
             view = CompressedKV(own, length, own_tokens=count, own_packed=len(own), back_slots=spare, method="spade")
             copies[row] = view
         self.compressed_kv = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, num_compressions=Counter())
-        spade = Spade(predictor, every, each_round=False)
+        spade = Spade(predictor, every=every, each_round=False)
         self.queries = QueryWindows(spade.window, range(LAYERS), every)
         self.queries.allocate(2, HEADS * GROUP, DIM, keys[0][:0])
         choice = GpuSelector(predictor, self.buffers, HEADS * GROUP, Rotary(self.rotary.frequencies.cuda()))

@@ -12,8 +12,7 @@ from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayou
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.kvzip import StoredScores
+from sglang_ext.mem_cache.compressors.kvzip import KVzap, StoredScores
 
 ADAPTIVE = ("--kv-compressor", "snapkv", "--kv-head-budgets", "adaptive")
 LAYERS, HEADS, TOKENS, KEPT = 3, 2, 4096, 1024

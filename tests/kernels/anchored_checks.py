@@ -7,7 +7,7 @@ from sglang_ext.layers.kernels.lynx import residual_pages
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 
 # Dtype, bits, KV heads, channels of a head, tokens of a page.
 CASES = (
@@ -96,9 +96,9 @@ def check_case(device, dtype, bits, heads, dim, page, noise):
 
 
 def check_anchored(device):
-    """All dtypes and bits."""
+    """All dtypes and bits; the interpreter, which is slow, leaves out the last case."""
     noise = torch.Generator().manual_seed(5)
     if device == "cpu":
         teach_bfloat16()
-    for case in CASES:
+    for case in CASES if device != "cpu" else CASES[:-1]:
         check_case(device, *case, noise)

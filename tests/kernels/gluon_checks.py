@@ -4,9 +4,7 @@ import torch
 from gluon_emulator import Emulated
 from packed_helpers import attention, attention_over, packed_pool, pool_by
 
-from sglang_ext.layers.kernels.hack import integer_decode
 from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.layers.kernels.packed import launches
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 # Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
@@ -29,7 +27,7 @@ INTEGERS = (
 def check_packed_gluon(device):
     """Attention over what packed and exact tokens mean, where the Gluon kernel takes the blocks; rows without blocks, too."""
     if device == "cpu":
-        launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_decode.packed_splits_gluon = Emulated("packed_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     for number, (name, bits, dim, group, dtype, splits) in enumerate(CASES):
         heads, exact = 2 if number == 0 else 1, 37
@@ -55,7 +53,7 @@ def check_integer_gluon(device):
     """Products of integers by the Gluon kernel: those of the Triton kernel, as of the same codes, and attention over what all means."""
     plain = packed_decode.has_tensor_cores
     if device == "cpu":
-        integer_decode.integer_splits_gluon, plain = Emulated("integer_splits_gluon"), lambda keys: True
+        packed_decode.integer_splits_gluon, plain = Emulated("integer_splits_gluon"), lambda keys: True
     for number, (bits, dim, partition, group, blocks, dtype, splits) in enumerate(INTEGERS):
         heads, exact = 2 if number < 2 else 1, 37
         pool = pool_by(quantizer("hack", bits, partition), blocks, exact, heads=heads, dim=dim, dtype=dtype, seed=number)

@@ -15,7 +15,7 @@ from ptx_emulator import Assembly
 
 KERNELS = Path(__file__).parents[2] / "sglang_ext/layers/kernels/gluon"
 # Of each kernel, in the order in which they import each other.
-MODULES = {"packed_splits_gluon": ("tiles", "exact_tokens", "float_products", "packed_blocks")}
+MODULES = {"packed_splits_gluon": ("tiles", "packed_blocks")}
 MODULES["integer_splits_gluon"] = (*MODULES["packed_splits_gluon"], "integer_products", "integer_blocks")
 
 
@@ -121,16 +121,16 @@ class Emulated:
 
     def __getitem__(self, grid):
         def launch(*args, F, num_warps, **constants):
-            from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
-            from sglang_ext.layers.kernels.hack import product
+            from sglang_ext.layers.kernels.gluon import fragments, integer_fragments
+            from sglang_ext.layers.kernels.packed import integer_attention
 
             of_values = F.quartet_layout if self.name == "integer_splits_gluon" else F.paired_layout
             layouts = {F.key_assembly[0]: F.key_layout, F.value_assembly[0]: of_values}
-            layouts[assembly.paired_tokens()[0]] = F.exact_paired
+            layouts[fragments.PAIRED_TOKENS[0]] = F.exact_paired
             program = [0, 0, 0]
             names = {
                 "gl": language(grid, program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
-                "assembly": assembly, "fragments": fragments, "integer_fragments": integer_fragments, "product": product,
+                "fragments": fragments, "integer_fragments": integer_fragments, "integer_attention": integer_attention,
                 "async_copy": Copies(),
             }  # fmt: skip
             for module in MODULES[self.name]:

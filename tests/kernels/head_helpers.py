@@ -4,7 +4,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
+from sglang_ext.mem_cache.compressors.compressor import Compressor
 
 
 class Given(Compressor):

@@ -221,7 +221,7 @@ class Emulated:
         return launch
 
     def _names(self, grid, program, turns):
-        from sglang_ext.layers.kernels.hack import prefill_attention
+        from sglang_ext.layers.kernels.packed import prefill_attention
 
         gl = language(grid, program, None)
         plain = gl.allocate_shared_memory

@@ -4,8 +4,7 @@ import torch
 from packed_helpers import attention, eight_bits, pool_by
 
 from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
-from sglang_ext.layers.kernels.packed.launches import PackedAttentionCall
+from sglang_ext.layers.kernels.packed.packed_decode import launch_integers, PackedAttentionCall
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 

@@ -29,13 +29,11 @@ from quest_checks import check_quest  # noqa: E402
 from rank_checks import check_hand_over  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
-from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.kv_copies import gather_kept, page_checksum, gather_rows, has_whole_words, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
-from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
-from sglang_ext.layers.kernels.page_rows import gather_rows, has_whole_words, scatter_rows  # noqa: E402
-from sglang_ext.layers.kernels.ragged_decode import ragged_decode  # noqa: E402
-from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
-from sglang_ext.layers.kernels.verify_tile_sizes import (  # noqa: E402
+from sglang_ext.layers.kernels.per_head_decode import ragged_decode  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
+    verify_attention,
     EXACT,
     ContextSplits,
     VerifyTokens,
@@ -43,12 +41,13 @@ from sglang_ext.layers.kernels.verify_tile_sizes import (  # noqa: E402
     partial_buffers,
     partial_numbers,
 )
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
 
 
 def pools(layers, slots, heads, dim, seed):

@@ -5,11 +5,9 @@ from itertools import product
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import pytorch_codec
+from sglang_ext.layers.kernels.lynx import pytorch_codec, triton_codec
 
-from sglang_ext.layers.kernels.lynx import triton_codec
-from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import ALIGNMENT, PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import PageLayout, ALIGNMENT, PageTensors, StreamBatch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone. FEW: in the interpreter.
@@ -124,9 +122,9 @@ def check_lynx(device):
             continue
         sizes = FEW if device == "cpu" else SIZES
         for size in sizes if kind == 0 and (dtype == DTYPES[0] or device != "cpu") else sizes[:1]:
-            # There with one kind of codes and scales, and where streams belong with one size.
+            # There with one kind of codes and scales, and where streams belong with one size and dtype.
             tokens, channels, sinks = size
-            placed = device != "cpu" or kind == 0 and size == sizes[0]
+            placed = device != "cpu" or kind == 0 and size == sizes[0] and dtype == DTYPES[0]
             check_page(device, PageLayout(tokens, channels, dtype, bits, sinks, short), noise, False, placed)
         if device == "cpu" and kind == 0 and dtype != DTYPES[0]:
             continue

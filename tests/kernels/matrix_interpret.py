@@ -37,29 +37,22 @@ from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens  # noqa: E402
-from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys  # noqa: E402
-from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors  # noqa: E402
-from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells  # noqa: E402
-from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers  # noqa: E402
-from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill, specialized_prefill  # noqa: E402
-from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
+from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors  # noqa: E402
+from sglang_ext.layers.kernels.kv_copies import gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows  # noqa: E402
+from sglang_ext.layers.kernels.packed import packed_decode, integer_prefill  # noqa: E402
+from sglang_ext.layers.kernels.packed.prompt_codes import prompt_codes  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import PageLayout  # noqa: E402
-from sglang_ext.layers.kernels.packed import launches, packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import can_pack  # noqa: E402
-from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
-from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows  # noqa: E402
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
-from sglang_ext.layers.kernels.ragged_decode import ragged_decode  # noqa: E402
-from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
-from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
-from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile  # noqa: E402
+from sglang_ext.layers.kernels.key_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout, RaggedSelection  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
-from sglang_ext.mem_cache.compressed.page_extremes import compute_extremes  # noqa: E402
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD, PageChecksums
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
+from sglang_ext.mem_cache.compressed.key_derived_data import compute_extremes
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
@@ -229,6 +222,7 @@ def choice(shape: Shape):
 def pages(shape: Shape):
     """Bounds of pages, of requests with few and with more than a program multiplies at once; pointers lead to the best of them."""
     there = Paged("cpu", 1, 2, shape.group, shape.dim, shape.dtype, (3, 70), (2, 9))
+    there.write_all_extremes()
     yield float(not torch.equal(there.begins.extremes.held[0], compute_extremes(there.there.keys[0], 16)))
     there.begin()
     queries = there.queries(2, 1)
@@ -345,7 +339,7 @@ def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel | None = "ti
 
 def specialized_prompts(shape: Shape):
     """The same by the kernel with specialized warps, emulated, where it takes them."""
-    with mock.patch.object(specialized_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
+    with mock.patch.object(integer_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
         with mock.patch.object(packed_decode, "capability", lambda keys: (9, 0)):
             yield from prompts(shape, 4, None)
 
@@ -396,8 +390,8 @@ def main() -> int:
     teach_bfloat16()
     lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
-        launches.packed_splits_gluon = Emulated("packed_splits_gluon")
-        integer_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
+        packed_decode.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     jobs = [
         (shape, [name for name in asked.launches if name not in ONCE or shape.group == asked.groups[0]])

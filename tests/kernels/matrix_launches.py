@@ -8,38 +8,26 @@ import torch
 from marked_helpers import written
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
-from sglang_ext.layers.kernels import exchange_kernels
+from sglang_ext.layers.kernels import exchange_kernels, row_exchange
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
-from sglang_ext.layers.kernels.selection.quest_pages import bound_pages, point_at_best_pages
-from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
-from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
-from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
-from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
-from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
-from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
-from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
+from sglang_ext.layers.kernels.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.key_scores import rotate_queries, window_scores
+from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
+from sglang_ext.layers.kernels.kv_copies import gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows
+from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.lynx import triton_codec
 from sglang_ext.layers.kernels.lynx.residual_pages import read_pages, write_pages
-from sglang_ext.layers.kernels.lynx.layout import PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors
-from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
-from sglang_ext.layers.kernels.page_checksum import page_checksum
-from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.layers.kernels.row_exchange import receive_rows
-from sglang_ext.layers.kernels.row_exchange import send_rows
-from sglang_ext.layers.kernels.ragged_decode import ragged_decode
-from sglang_ext.layers.kernels.verify_attention import verify_attention
-from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, fast_tile
-from sglang_ext.layers.kernels.window_scores import window_scores
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
+from sglang_ext.layers.kernels.verify_attention import verify_attention, EXACT, ContextSplits, VerifyTokens, fast_tile
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
+from sglang_ext.mem_cache.host_tier.tier import SUMMED_WORD
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys, KeySpec
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -149,9 +137,9 @@ def _choice(shape: Shape) -> None:
         queries, address = rotate_queries(given, (*turn, torch.arange(shape.dim))), torch.tensor([keys.data_ptr()])
         marked = mark_tokens(queries, address, keys, torch.ones(1), asked, one, one)
         written(marked, 40)
-    comes = send_rows.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
+    comes = row_exchange.exchange(marked, torch.zeros(1, 40, dtype=torch.int32), 40, 9)
     words, there = torch.zeros(1, exchange_kernels.QUESTION_NUMBERS, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
-    send_rows.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
+    row_exchange.push_rows((address, address), keys, comes, words, there, (1 << 33,) * 4)
 
 
 def _pages(shape: Shape) -> None:
@@ -234,8 +222,8 @@ def _hand_over(shape: Shape) -> None:
     exchange_kernels.answer(word, asked, there)
     tables, rows = (table, table), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
     arrived = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 9, 2, dtype=torch.int32), rows, rows
-    receive_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
-    receive_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
+    row_exchange.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
+    row_exchange.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 
 
 # What does not depend on the query heads is launched for one of them.

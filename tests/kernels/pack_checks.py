@@ -8,7 +8,7 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, code_values
+from sglang_ext.mem_cache.compressors.quantizer import code_values, grouped
 
 # Method, bits, channels of a head, KV heads, dtype, blocks.
 CASES = (

@@ -50,7 +50,7 @@ def batch_of_nobody(device):
 
 def check_packed_backend(device):
     """The backend writes the newest KV and attends over rows with blocks and without; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.compressed.packed import PackedDecode
+    from sglang_ext.layers.attention.packed import PackedDecode
 
     made = packed_pool("kivi", 4, 2, 40)
     pool = Pool(*(part[0].to(device) for part in (made.buffers.keys, made.buffers.values)))

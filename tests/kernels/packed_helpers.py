@@ -10,7 +10,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # Every quantizer with every number of bits that it allows.
 KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]

@@ -41,7 +41,7 @@ def pointed(layers, heads, dim, count, dtype):
 
 def check_write_pointers(device):
     """Each head's pointers lead where PyTorch's do, over counts around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
+    from sglang_ext.layers.kernels.kv_copies import write_pointers
 
     for layers, heads, dim, count, dtype in (
         (3, 2, 64, 140, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32),
@@ -62,7 +62,7 @@ def check_write_pointers(device):
 
 def check_pointer_decode(device):
     """Attention over what heads are led to and the tokens after it, beside rows without pointers, in one batch."""
-    from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+    from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for layers, heads, group, dim, count, splits, dtype in (
@@ -95,7 +95,7 @@ def check_pointer_decode(device):
 
 def check_pointer_backend(device):
     """The backend writes the newest KV and attends to what pointers lead to; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.compressed.per_head import PointerDecode
+    from sglang_ext.layers.attention.per_head import PointerDecode
 
     count, index = 50, 1
     made = pointed(2, 2, 32, count, torch.float32)
@@ -112,7 +112,7 @@ def check_pointer_backend(device):
 
 def check_rows_backend(device):
     """Rows that begin with a copy's K and V, of other tokens for each head, are read as any tokens; so it is in a graph."""
-    from sglang_ext.layers.attention.compressed.per_head import SentRowsDecode
+    from sglang_ext.layers.attention.per_head import SentRowsDecode
 
     index = 1
     made = pointed(2, 2, 32, 60, torch.float32)

@@ -7,11 +7,10 @@ from hopper_emulator import Emulated
 from packed_helpers import packed_pool
 
 from sglang_ext_bench.attention.arms import launch_dequantize
-from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch, prompt_codes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -129,7 +128,7 @@ def check_prefill(device):
         assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
         if batch.store():
             read = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
-            assert all(torch.equal(part, same) for part, same in zip(read.parts, codes.parts)), "codes in the pool are those of full KV"
+            assert all(torch.equal(part, same) for part, same in zip(read, codes)), "codes in the pool are those of full KV"
 
 
 # The same, where Hopper's kernel takes them: it leaves half of a last program's rows, and rows of several requests, to nobody.
@@ -144,19 +143,19 @@ SPECIALIZED = (
 
 def check_specialized_prefill(device):
     """Kernels with specialized warps give what PyTorch does, whichever of their warps go first."""
-    launched = specialized_prefill.prefill_codes
+    launched = integer_prefill.prefill_codes
     for number, (bits, partition, dim, heads, group, page, dtype, spans) in enumerate(SPECIALIZED):
         if device == "cpu":
             if dtype == torch.bfloat16:
                 # The interpreter has no products of bfloat16.
                 continue
-            launched = specialized_prefill.prefill_codes = Emulated("prefill_codes", ORDERS[number % len(ORDERS)])
+            launched = integer_prefill.prefill_codes = Emulated("prefill_codes", ORDERS[number % len(ORDERS)])
             packed_decode.capability = lambda keys: (9, 0)
             # So few that stages are filled again.
-            specialized_prefill.STAGES = {64: 2, 128: 2}
+            integer_prefill.STAGES = {64: 2, 128: 2}
         batch = Batch(bits, partition, dim, heads, group, page, dtype, spans, device)
         given = batch.queries, batch.keys, batch.values
-        assert specialized_prefill.is_supported(batch.prompts, *given[:2])
+        assert integer_prefill.is_supported(batch.prompts, *given[:2])
         codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
         found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
         expected = batch.expected()

@@ -11,12 +11,11 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
 PAGE = 16
@@ -52,14 +51,22 @@ class Paged:
         extremes = PageExtremes(self.there.keys, range(layers), PAGE)
         method = Quest(every=every, in_attention=True)
         self.begins = PagePointerLayout.of_pool(Pointers.for_pool(self.there, PAGE), self.there_table, extremes, method)
-        self.write_extremes(torch.arange(len(keys[0]) // PAGE * PAGE))
+        # With PyTorch, because the interpreter is slow. check_extremes checks the kernel.
+        for there, held in zip(self.there.keys, extremes.held):
+            held.copy_(compute_extremes(there, PAGE))
 
     def write_extremes(self, slots):
         """As forwards that wrote to ``slots``."""
-        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.quest_pages import bound_pages
 
         extremes = self.begins.extremes
         bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
+
+    def write_all_extremes(self):
+        """With the kernel, over whatever was there."""
+        extremes = self.begins.extremes.held
+        extremes.fill_(7)
+        self.write_extremes(torch.arange(extremes.shape[1] * PAGE))
 
     def begin(self):
         """All copies are made."""
@@ -68,7 +75,7 @@ class Paged:
 
     def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
-        from sglang_ext.layers.kernels.selection.quest_pages import QUEST_GRIDS, point_at_best_pages
+        from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, point_at_best_pages
 
         given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
         cells = as_pointers(self.there.keys[layer])
@@ -114,6 +121,7 @@ def check_extremes(device):
         noise = torch.Generator().manual_seed(dim)
         there = Paged(device, layers, heads, 1, dim, dtype, (6, 3), (3, 2))
         extremes, total = there.begins.extremes, len(there.before.keys[0]) // PAGE
+        there.write_all_extremes()
         for keys, held in zip(there.there.keys, extremes.held):
             assert torch.equal(held, compute_extremes(keys, PAGE)), dim
         for count in (1, 7, 40):
@@ -136,10 +144,12 @@ def check_choice(device, cut=None):
     """Batches of several lengths, padded, with rows that read full KV: pointers lead to what PyTorch's Quest chooses, time and again, and
     nothing else changes; in a graph, too."""
     half = torch.float16 if device == "cpu" else torch.bfloat16
-    for layers, heads, group, dim, dtype, pages, chosen in (
-        (2, 2, 3, 32, half, (37, 5, 130), (9, 5, 40)), (1, 1, 4, 80, torch.float32, (70, 3), (7, 1)),
-        (1, 3, 1, 24, torch.float32, (4, 64, 65), (2, 3, 64)),
-    ):  # fmt: skip
+    shapes = (
+        (1, 1, 4, 80, torch.float32, (70, 3), (7, 1)), (1, 3, 1, 24, torch.float32, (4, 64, 65), (2, 3, 64)),
+        (2, 2, 3, 32, half, (37, 5, 130), (9, 5, 40)),
+    )  # fmt: skip
+    # The interpreter is slow: it runs the largest shape with one cut.
+    for layers, heads, group, dim, dtype, pages, chosen in shapes if device == "cuda" or cut is None else shapes[:2]:
         there = Paged(device, layers, heads, group, dim, dtype, pages, chosen)
         requests, rows = len(pages), there.rows
         # A row of full KV, and two that pad.
@@ -205,14 +215,14 @@ def check_turns(device):
 
 def check_in_graph(device):
     """A captured choice follows what rows begin with, who reads which row, and its pages as they are then."""
-    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 
     there = Paged(device, 1, 2, 2, 32, torch.float32, (40, 21), (8, 6))
     rows, lengths = (torch.tensor(part, device=device) for part in ([0, 0, 0], [1, 1, 1]))
     queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def step():
-        from sglang_ext.layers.kernels.selection.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.quest_pages import bound_pages
 
         found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
         bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)
@@ -239,7 +249,7 @@ def check_in_graph(device):
 def check_pages_backend(device):
     """Each layer of a step attends to the pages that its own query chooses and to the tokens after them, beside a row of full KV; a graph
     of it follows its tables, and leaves extremes of what it wrote when its last layer has attended."""
-    from sglang_ext.layers.attention.compressed.per_head import PagesDecode
+    from sglang_ext.layers.attention.per_head import PagesDecode
 
     layers, group, tail = 2, 2, 3
     there = Paged(device, layers, 2, group, 32, torch.float32, (40, 21), (8, 6))
@@ -305,8 +315,7 @@ def launched_early(device):
     if device == "cuda":
         yield counts
         return
-    from sglang_ext.layers.kernels import pointer_decode
-    from sglang_ext.layers.kernels.selection import quest_pages
+    from sglang_ext.layers.kernels import per_head_decode, quest_pages
 
     def left(arrived):
         counts["asked"] += 1
@@ -316,7 +325,7 @@ def launched_early(device):
         counts["waited"] += 1
 
     early = {"pdl_options": lambda keys: {"EARLY": True}, "gdc_wait": wait, "gdc_launch_dependents": lambda: None}
-    with patch.multiple(pointer_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
+    with patch.multiple(per_head_decode, load_acquired_count=left, **early), patch.multiple(quest_pages, **early):
         yield counts
 
 
@@ -331,8 +340,8 @@ def check_overlapped(device):
 
 def overlapped_steps(device):
     """As :func:`check_overlapped` has it."""
-    from sglang_ext.layers.kernels.selection.quest_pages import point_at_best_pages
-    from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
+    from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 
     on_gpu = device == "cuda"
     requests, heads, layers, steps = (24, 8, 3, 30) if on_gpu else (2, 2, 2, 2)
@@ -366,7 +375,7 @@ def overlapped_steps(device):
 
 def check_quest(device):
     """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
-    from sglang_ext.layers.kernels.selection import quest_pages
+    from sglang_ext.layers.kernels import quest_pages
 
     for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend, check_overlapped):
         check(device)

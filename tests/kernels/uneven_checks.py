@@ -38,7 +38,7 @@ def uneven_copy(layers, heads, dim, copied, dtype):
 
 def check_scatter_cells(device):
     """Each head's tokens land in the cells that PyTorch fills, over sizes around the kernel's blocks; nothing else changes."""
-    from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
+    from sglang_ext.layers.kernels.kv_copies import scatter_cells
 
     # The last: a head has more cells than its programs copy at a time.
     shapes = (3, 2, 64, 40), (2, 3, 24, 33), (1, 1, 16, 1), (1, 2, 16, 300)
@@ -55,7 +55,7 @@ def check_scatter_cells(device):
 
 def check_uneven_backend(device):
     """The backend writes the newest KV and attends to each head's cells; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.compressed.per_head import RaggedHeadsDecode
+    from sglang_ext.layers.attention.per_head import RaggedHeadsDecode
 
     layers, heads, copied, index = 3, 2, 20, 1
     made = uneven_copy(layers, heads, 32, copied, torch.float32)

@@ -226,7 +226,7 @@ def test_a_prefill_server_that_stops_holds_up_no_turn_and_its_request_is_answere
     came = lambda: told(pair, "decode", "kv_link_received_bytes_total").get("aux", 0)
     until(lambda: came() > before or begun[1].done(), "the request decodes early", seconds=120, pause=0.1)
     assert not begun[1].done()
-    os.killpg(prefill._process.pid, signal.SIGSTOP)
+    os.killpg(prefill.group, signal.SIGSTOP)
     try:
         with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
             lost = {**pair.new_room(), "bootstrap_port": silent.getsockname()[1]}
@@ -242,7 +242,7 @@ def test_a_prefill_server_that_stops_holds_up_no_turn_and_its_request_is_answere
         # An attempt to reach a server that does not answer takes 5 s.
         assert max(turns) < 4
     finally:
-        os.killpg(prefill._process.pid, signal.SIGCONT)
+        os.killpg(prefill.group, signal.SIGCONT)
     answer = said(begun[1])
     assert not isinstance(answer, str), answer
     assert answer["output_ids"] == pair.ask(**body)["output_ids"]
@@ -258,7 +258,7 @@ def test_a_decode_server_killed_while_residuals_travel_leaves_nothing_at_the_pre
     prefill, decode = pair.begin(body, body)
     until(lambda: came() > before or decode.done(), "residuals travel", seconds=120, pause=0.1)
     assert not decode.done()
-    os.killpg(pair.servers["decode"]._process.pid, signal.SIGKILL)
+    os.killpg(pair.servers["decode"].group, signal.SIGKILL)
     assert isinstance(decode.exception(60), OSError)
     # It has answered, or says why not.
     assert prefill.exception(60) is None or "the receiver" in said(prefill)

@@ -50,7 +50,8 @@ PENALTIES = [
 
 def test_penalties_are_counted_along_drafts_and_whoever_joins(stock, verified, prompts):
     # In stock's overlapped loop a prefill that joins changes what was counted: here each is stock's answer to that request alone.
-    bodies = [{"input_ids": prompts[place % 4], **greedy(16 + 2 * place, **more)} for place, more in enumerate(PENALTIES * 2)]
+    asked = [*PENALTIES, *PENALTIES[:2]]
+    bodies = [{"input_ids": prompts[place % 4], **greedy(16 + 2 * place, **more)} for place, more in enumerate(asked)]
     alone = [stock.ask(**body) for body in bodies]
     verified.flush_cache()
     for theirs, ours in zip(alone, ask_together(verified, bodies)):

@@ -1,7 +1,6 @@
 """A fork of SGLang with the series of ``patches/`` serves verified decoding without any plugin."""
 
 import ast
-import dataclasses
 import importlib.util
 import os
 import shutil
@@ -16,13 +15,14 @@ from preloaded import Preloaded
 from servers import OFFLINE, ON_GPU, QUICK_START
 
 from sglang_ext import patched
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config import flags
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
 ROOT = Path(__file__).parents[2]
 SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
-MARKED = hooks.HOOKS + hooks.TRANSFER_HOOKS
+MARKED = hooks.HOOKS + TRANSFER_HOOKS
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
 FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--kv-draft-length", "8", "--max-total-tokens", "8192")
@@ -126,15 +126,15 @@ def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest
 
 
 def test_the_fork_has_the_flags_of_the_plugin(fork: Path) -> None:
+    expected = {flag.name: flag.default for flag in flags.FLAGS}
     tree = ast.parse((fork / "sglang/srt/server_args.py").read_text())
     arguments = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ServerArgs")
     found = {
         item.target.id: ast.literal_eval(item.value)
         for item in arguments.body
-        if isinstance(item, ast.AnnAssign) and item.target.id in KVServerArgs.__annotations__
+        if isinstance(item, ast.AnnAssign) and item.target.id in expected
     }
-    defaults = {field.name: field.default for field in dataclasses.fields(KVServerArgs)}
-    assert found == {name: defaults[name] for name in KVServerArgs.__annotations__}
+    assert found == expected
 
 
 @pytest.mark.server

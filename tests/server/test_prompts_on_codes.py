@@ -32,11 +32,11 @@ def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(server
     assert server.request("server_info")["kv_prefill"] == "quantized"
     # Steps over copies of a batch are rounded otherwise than those of a request, so the token after the prompt is looked at.
     asked = {"return_logprob": True, **greedy(1)}
-    # Of whole pages: behind what is cached of them 16 tokens are left.
+    # Of whole pages. A cached prefix ends with a block of 64 tokens, after the page of the sinks, and leaves a page at least.
     prompts = [ids[: len(ids) // PAGE * PAGE] for ids in prompts]
     beside = server.ask_all(prompts, 4, **asked)
     alone, warm = zip(*(asked_twice(server, ids, **asked) for ids in prompts))
-    assert [r["meta_info"]["cached_tokens"] for r in warm] == [(len(ids) - 1) // PAGE * PAGE for ids in prompts]
+    assert [r["meta_info"]["cached_tokens"] for r in warm] == [PAGE + (len(ids) - 2 * PAGE) // 64 * 64 for ids in prompts]
     for others in (beside, warm):
         assert after_prompts(others) == pytest.approx(after_prompts(alone), abs=1e-4)
     # Of the same tokens as stock, a little more or less likely.

@@ -52,8 +52,8 @@ def approximately(values):
 
 @pytest.fixture
 def asked(prompts):
-    """Each case after a short prompt, and after one that is long enough for drafts; beside them a request that decodes."""
-    texts = prompts[1][:24], prompts[0]
+    """Each case after one that is long enough for drafts, and after a short prompt; beside them a request that decodes."""
+    texts = prompts[0][:160], prompts[1][:24]
     bodies = [{"input_ids": ids, **greedy(0, **params, ignore_eos=False), **more} for ids in texts for params, more in CASES]
     return [*bodies, {"input_ids": prompts[2], **greedy(24)}]
 
@@ -63,7 +63,8 @@ def test_they_end_as_at_stock_alone_and_together(request, once, stock, asked, na
     server = request.getfixturevalue(name)
     answers = once("without-a-token", lambda: [stock.ask(**body) for body in asked])
     expected = [approximately(outcome(answer)) for answer in answers]
-    assert not alone or [outcome(server.ask(**body)) for body in asked] == expected
+    # Alone those that may draft.
+    assert not alone or [outcome(server.ask(**body)) for body in asked[: len(CASES)]] == expected[: len(CASES)]
     with ThreadPoolExecutor(len(asked)) as pool:
         together = list(pool.map(lambda body: server.ask(**body), asked))
     assert [outcome(answer) for answer in together] == expected

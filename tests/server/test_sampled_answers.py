@@ -25,7 +25,7 @@ EXPECTED_IN_CELL = 5
     ids=["plain", "top-p-top-k"],
 )
 def test_seeded_sampling_gives_stocks_tokens(stock, verified, prompts, params):
-    body = {"sampling_params": {"max_new_tokens": 32, "ignore_eos": True, **params}}
+    body = {"sampling_params": {"max_new_tokens": 20, "ignore_eos": True, **params}}
     expected, found = stock.ask_all(prompts[:2], 1, **body), verified.ask_all(prompts[:2], 2, **body)
     assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
     assert all(r["meta_info"]["kv_accepted"] > 0 for r in found)

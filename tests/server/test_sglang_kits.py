@@ -18,7 +18,8 @@ pytestmark = pytest.mark.server
 KITS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "RegexConstrainedMixin": ("regex_constrained_kit", ("test_regex_generate_email", "test_regex_generate_date"), {}),
     "EBNFConstrainedMixin": ("ebnf_constrained_kit", ("test_ebnf_generate_date",), {}),
-    "JSONConstrainedMixin": ("json_constrained_kit", ("test_json_generate", "test_json_invalid"), {}),
+    # Not test_json_generate: a model of few layers repeats whitespace up to the longest output. test_verified.py compares a schema with stock.
+    "JSONConstrainedMixin": ("json_constrained_kit", ("test_json_invalid",), {}),
     "BasicAPIContractMixin": (
         "basic_api_contract_kit",
         ("test_get_server_info", "test_openai_completion"),

@@ -65,7 +65,7 @@ def close(value: Any) -> Any:
         return {name: close(each) for name, each in stable(value).items()}
     if isinstance(value, list | tuple):
         return [close(each) for each in value]
-    return pytest.approx(value, abs=2e-3) if isinstance(value, float) else value
+    return pytest.approx(value, rel=1e-3, abs=2e-3) if isinstance(value, float) else value
 
 
 def by_answer(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:

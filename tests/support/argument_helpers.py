@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.arguments import CheckedServerArgs
 
 
-def arguments(**given: object) -> KVServerArgs:
+def arguments(**given: object) -> CheckedServerArgs:
     """Arguments as they are before anything is resolved."""
-    args = KVServerArgs.__new__(KVServerArgs)
-    for field in dataclasses.fields(KVServerArgs):
+    args = CheckedServerArgs.__new__(CheckedServerArgs)
+    for field in dataclasses.fields(CheckedServerArgs):
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
         setattr(args, field.name, made if field.default is dataclasses.MISSING else field.default)
     vars(args).update({"model_path": "m", "kv_mode": "verified", **given})

@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.costs import Costs
+from sglang_ext.managers.kv_offload import throughput_model
+from sglang_ext.managers.kv_offload.throughput_model import Costs, plain_decoding_plan
 
 NUMBERS = {
     "weights": st.floats(0, 20),
@@ -20,3 +21,12 @@ NUMBERS = {
 def machines(**others: st.SearchStrategy) -> st.SearchStrategy[Costs]:
     """Costs of any machine; ``others``: numbers of another range."""
     return st.builds(Costs, **NUMBERS | others)
+
+
+def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
+    """Tokens per second of one placement, by drafts between verifications; plain decoding where nothing drafts."""
+    if not offloaded and not drafts_resident:
+        return plain_decoding_plan(costs, resident).tokens_per_second if resident * costs.context <= costs.memory else 0.0
+    assert all(not drafts % costs.drafts for drafts in (drafts_resident, drafts_offloaded))
+    rounds = (max(1, drafts // costs.drafts) for drafts in (drafts_resident, drafts_offloaded))
+    return float(throughput_model.throughput(costs, p, resident, offloaded, *rounds))

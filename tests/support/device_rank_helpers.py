@@ -9,24 +9,27 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, attach, pool
+from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
+from rank_socket import RankSocket, serve
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import connect_rank
-from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import IntervalTuner
-from sglang_ext.managers.cache_rank.on_gpu.gpu_client import GpuRankClient
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
+from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
+from sglang_ext.managers.cache_rank.rank_link import RankProcess
+from sglang_ext.managers.cache_rank.rank_link import RankLink
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 # Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
 CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
@@ -34,21 +37,12 @@ CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
 BEHIND_SECONDS = 0.005
 
 
-class Told:
-    """In the place of a socket: keeps what a rank says."""
-
-    def __init__(self):
-        self.messages = []
-
-    def send(self, frame, flags=0):
-        self.messages.append(protocol.decode_from_rank(frame))
-
-
 def rank_here(arena, apart=False):
     """A rank in this process that was told what it serves, and what it says."""
-    socket = Told()
-    rank = GpuSelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
-    rank._handle(attach(apart=apart))
+    socket = RankSocket()
+    rank = SelectionServer(socket, arena.begin(1), 1, torch.device("cpu"))
+    socket.tell(attach(apart=apart))
+    serve(rank)
     return rank, socket
 
 
@@ -90,15 +84,21 @@ class RankWorld:
         predictor, every: of the method.
         most: steps between two choices at most, where ranks do not keep up; None for ``every``.
         silence: seconds after which a rank that says nothing is ended.
+        pack: layers of the packs that are asked for within steps, as on a CPU, 0 for as many as are measured; None for whole steps.
+        timeline: of packs.
+        start_process: of ranks.
         flags: of what ranks are told, as ``rank_helpers.attach`` takes them; with ``fresh``, of rows of a head that an answer brings at
             most, copies are rows.
     """
 
     def __init__(
-        self, device="cpu", rank_device="cpu", patience=20.0, predictor=CurrentQuery(), every=1, silence=10.0, count=1, most=None, **flags
-    ):
+        self, device="cpu", rank_device="cpu", patience=20.0, predictor=CurrentQuery(), every=1, silence=10.0, count=1, most=None,
+        pack=None, timeline=None, start_process=RankProcess, **flags
+    ):  # fmt: skip
         self.device, self.predictor, self.every = torch.device(device), predictor, every
-        self.rows = flags.get("fresh", 0) > 0
+        self.rows, self.by_packs = flags.get("fresh", 0) > 0, pack is not None
+        if self.by_packs:
+            flags["packs"] = LAYERS
         told = attach(predictor=predictor.name, window=predictor.window, rows=self.rows, **flags)
         there = pool(0, CONTEXT_SLOTS + ROW_SLOTS)
         self.on_host = there
@@ -106,27 +106,59 @@ class RankWorld:
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
         self.pointers = Pointers.for_pool(self.buffers, 1)
         packing = PlainSlots(1) if self.rows else self.pointers
-        self.method = CompressionMethod(Spade(predictor, every, each_round=False), 0.25, packing)
+        self.method = CompressionMethod(Spade(predictor, every=every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
         arenas = [ExchangeBuffer(told.shape, self.device, rank_device) for _ in range(count)]
-        self.links = [connect_rank(told, arena, silence) for arena in arenas]
+        self.links = [RankLink(told, arena, silence, pack, start_process=start_process) for arena in arenas]
+        # Tokens whose keys went to ranks, and the newest question of each rank.
+        self.sent, self.newest_requests = 0, {}
+        for link in self.links:
+            link.send_message = lambda message, link=link, send=link.send_message: self._send(message, link, send)
         self.arenas = arenas
-        self.steps = GpuRankClient(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
+        given = self.links, self.method, self.table, self.buffers, self.queries
+        self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
+        self.steps.max_wait_seconds = patience
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)
-        # Steps of tests take no time.
-        self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
-        self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
+        if not self.by_packs:
+            # Steps of tests take no time.
+            self.steps.interval_tuner = IntervalTuner(every, every if most is None else most)
+        self.copies, self.ends, self.next_slot = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
         # Of rows whose requests begin alike.
         self.prompts, self.namespaces = {}, {}
         self.compressed_kv = SimpleNamespace(
             get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
-            namespace_of=lambda row: self.namespaces.get(row, ""),
+            namespace_of=lambda row: self.namespaces.get(row, ""), write_selection=self._write_selection,
         )  # fmt: skip
+
+    def _send(self, message, link, send):
+        """Count the tokens of a message, or keep a question, once it is on its way."""
+        send(message)
+        if isinstance(message, protocol.Append):
+            self.sent += sum(piece.tokens for piece in message.pieces)
+        elif isinstance(message, protocol.SelectionRequest):
+            self.newest_requests[link] = message
+
+    @property
+    def newest_request(self):
+        """The newest question of the only rank; None before there is one."""
+        (link,) = self.links
+        return self.newest_requests.get(link)
+
+    @property
+    def ahead(self):
+        """From the newest query to that of the first step that reads what it chooses."""
+        return 1 if self.by_packs else self.every + 1
+
+    def _write_selection(self, row, layers, kept):
+        """As a cache of compressed KV does."""
+        view = self.copies[row]
+        self.method.packing.write(self.buffers.of_layers(layers), kept, self.table[row, : view.covered].long(), view.own)
+        self.compressed_kv.num_compressions[view.method] += layers.stop == LAYERS
 
     def until(self, holds, seconds=90.0):
         """Tend the ranks until something holds."""
@@ -135,6 +167,10 @@ class RankWorld:
             assert time.monotonic() < end, f"nothing of it after {seconds} s; missed: {dict(self.steps.missed)}"
             self.steps.poll()
             time.sleep(0.01)
+
+    def until_places_are_free(self, seconds=90.0):
+        """Tend the ranks until each has taken all keys that were sent."""
+        self.until(lambda: all(len(link._free_places) == link.attach.shape.places for link in self.links), seconds)
 
     def ready(self):
         """Once all ranks can be asked, and kernels are there."""
@@ -151,8 +187,8 @@ class RankWorld:
         self.prompts[row] = [*self.prompts.get(like, ())][:first] + [1000 * row + token for token in range(first, length)]
         self._given.pop(row, None)
         count = self.method.packing.held_slots(keep)
-        own = torch.arange(self._free, self._free + count, device=self.device)
-        self._free += count
+        own = torch.arange(self.next_slot, self.next_slot + count, device=self.device)
+        self.next_slot += count
         packed = self.method.packing.packed_slots(keep)
         self.copies[row] = CompressedKV(own, length, own_tokens=keep, own_packed=packed, back_slots=own[:0], method="spade")
         newest = torch.arange(length - keep, length, device=self.device).expand(LAYERS, HEADS, -1)
@@ -168,8 +204,8 @@ class RankWorld:
         if not self.steps.extend(row, slots):
             return False
         self.steps.flush(row)
-        more = torch.arange(self._free, self._free + keep - len(view.own), device=self.device)
-        self._free += len(more)
+        more = torch.arange(self.next_slot, self.next_slot + keep - len(view.own), device=self.device)
+        self.next_slot += len(more)
         view.own, view.covered, view.own_tokens = torch.cat([view.own, more]), end, keep
         self.buffers.move_newest(self.steps.plan_refresh(row, end, keep), slots, view.own)
         return True
@@ -193,7 +229,8 @@ class RankWorld:
         rows = rows or [*self.copies]
         self.steps.on_round_start(1, 1)
         recorded = tuple(RecordedRows(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
-        with self.queries.recording(recorded):
+        watch = self.steps.observe_step(self.compressed_kv, {row: self.ends[row] + 1 for row in rows}, following)
+        with self.queries.recording(recorded, watch):
             for layer in range(LAYERS):
                 of_layer = torch.stack([self.query(row, self.ends[row])[layer] for row in rows])
                 self.queries.record(layer, of_layer.to(self.device, non_blocking=True))
@@ -235,7 +272,7 @@ class RankWorld:
         view = self.copies[row]
         since = max(begun, end - self.predictor.window)
         window = torch.stack([self.query(row, position) for position in range(since, end)], 2)
-        (predicted,) = self.predictor.predict(window[None], torch.arange(since, end)[None], ROTARY, self.every + 1)
+        (predicted,) = self.predictor.predict(window[None], torch.arange(since, end)[None], ROTARY, self.ahead)
         slots = self.context(row)[: view.covered]
         layers = zip(predicted, self.on_host.keys, self.on_host.scaling)
         found = [attention(query[None], keys[slots], scaling) for query, keys, scaling in layers]
@@ -258,3 +295,11 @@ class RankWorld:
         """Share of what the copy leads to that is chosen by the queries before ``end``."""
         wanted, led = self.chosen(row, end, begun), self.led(row)
         return float((led[..., :, None] == wanted[..., None, :]).any(-1).float().mean())
+
+
+def scripted_world(pack=5, **flags):
+    """Requests whose rank answers as a test says, by packs of layers; and that rank, which is ready."""
+    world = RankWorld(pack=pack, places=16, patience=0.0, start_process=ScriptedRank, **flags)
+    world.steps.poll()
+    world.until(lambda: (ScriptedRank.made[-1].hear(), world.steps.ready)[1])
+    return world, ScriptedRank.made[-1]

@@ -41,7 +41,7 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     pretend()
     from sglang.srt.plugins import load_plugins
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.arguments import CheckedServerArgs
     from sglang_ext.tools import CommandError, server_flags
     from sglang_ext_bench.__main__ import main
     from sglang_ext_bench.jobs import command as jobs
@@ -64,11 +64,11 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     methods.text_prompts = methods.shared_settings = lambda args, *_: {}
     load_plugins()  # as a server does
     parser = argparse.ArgumentParser()
-    KVServerArgs.add_cli_args(parser)
+    CheckedServerArgs.add_cli_args(parser)
 
     def resolve(flags: tuple[str, ...]) -> int:
         try:
-            KVServerArgs.from_cli_args(parser.parse_args(flags))
+            CheckedServerArgs.from_cli_args(parser.parse_args(flags))
         except SystemExit as ended:
             return ended.code
         return 0

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import zmq
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
+from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
-from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings, PageHeader, RoomShape, Stream
 
 LAYERS = LayerRange(0, 30)
 SETTINGS = LinkSettings("0f" * 16, "bfloat16", 30, 3, 64, 64, 256, "lynx", 1, {"sinks": 4, "wide": True}, "int8", 0, 1)
@@ -71,13 +70,7 @@ class Listener:
     """Remembers what a sender was told, by room."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, list[Stream]] = {}
         self.reasons: dict[int, str | None] = {}
-
-    def arrived(self, room: int, stream: Stream) -> None:
-        """Keep the stream."""
-        assert room not in self.reasons
-        self.streams.setdefault(room, []).append(stream)
 
     def ended(self, room: int, reason: str | None) -> None:
         """Keep the reason; it is the only one."""

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +33,9 @@ def plugin() -> None:
 @pytest.fixture(scope="session")
 def tiny(model, tmp_path_factory):
     """The folder of a model of two layers with random weights, and the demo model's tokenizer."""
+    # Here, because the process that only hands out tests loads this module too.
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
     folder, tokenizer = tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(model)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2}

@@ -1,32 +1,26 @@
-"""Cache ranks of a model that is made up: pools of random keys, requests in them, and what the method chooses for these in one process."""
+"""Cache ranks of a model that is made up: its keys, what ranks are told, and ranks that answer as tests say."""
 
 import os
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.cpu_client import CpuRankClient
-from sglang_ext.managers.cache_rank.rank_link import RankLink, RankSettings
+from sglang_ext.managers.cache_rank.protocol import epoch_word
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
-from sglang_ext.managers.cache_rank.shared_memory import allocate, map_memory
-from sglang_ext.mem_cache.compressed.row_exchange import missing_mask
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import ContextKV, Part
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 LAYERS, HEADS, GROUP, DIM, TOKENS = 5, 2, 3, 8, 1024
 ROTARY = Rotary(1 / 10 ** torch.arange(DIM // 2))
 
 
-def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False, fresh=0, apart=False):
+def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False, fresh=0, apart=False, packs=1):
     """What ranks of this model are told."""
-    shape = BufferShape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows, fresh)
+    shape = BufferShape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows, fresh, packs)
     turning = RotaryParameters(tuple(ROTARY.frequencies.tolist()), ROTARY.interleaved)
     return Attach(VERSION, 1, shape, blocks, (0.3,) * LAYERS, predictor, 4, 32, turning, bits, apart=apart)
 
@@ -36,56 +30,6 @@ def pool(seed=0, tokens=TOKENS):
     noise = torch.Generator().manual_seed(seed)
     keys, values = (tuple(torch.randn(tokens, HEADS, DIM, generator=noise) for _ in range(LAYERS)) for _ in "kv")
     return KVBuffers(tuple(range(LAYERS)), (0.3,) * LAYERS, keys, values)
-
-
-def queries(count, seed):
-    """Of ``count`` tokens: [layers, count, query_heads, dim]."""
-    return torch.randn(LAYERS, count, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def chosen_here(buffers, slots, keep, asked, positions, predictor="current"):
-    """What the method chooses in this process: int64 [layers, kv_heads, keep]."""
-    context = ContextKV(buffers, slots, asked, positions, ROTARY)
-    return Spade(query_predictor(predictor), recent=32).select(context, [Part(0, len(slots), keep)])[0]
-
-
-@dataclass
-class Ranks:
-    """Choices over real processes.
-
-    Attributes:
-        buffers: the pool.
-        choices: over its ranks.
-    """
-
-    buffers: KVBuffers = field(default_factory=pool)
-    told: Attach = field(default_factory=attach)
-    count: int = 1
-    silence: float = 3.0
-    pack: int = 2
-
-    def __post_init__(self):
-        settings = RankSettings(self.told, self.pack, 1, self.silence)
-        self.choices = CpuRankClient([RankLink(settings) for _ in range(self.count)], self.buffers)
-
-    def until(self, holds, seconds=60.0):
-        """Tend the ranks until something holds."""
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, f"nothing of it after {seconds} s; missed: {dict(self.choices.missed)}"
-            for link in self.choices.links:
-                link.poll()
-                link.wait(0.02)
-
-    def ready(self):
-        """Once all can be asked."""
-        self.until(lambda: self.choices.ready == self.count)
-        return self
-
-    def prepared(self, row, slots, keep, asked, positions, seconds=30.0):
-        """A request for which the newest question was answered: what was chosen."""
-        self.until(lambda: self.choices.request_selection(row, slots, keep, asked, positions), seconds)
-        return self.choices.last_selection(row, len(slots), keep)
 
 
 def signalled(pid, number):
@@ -110,15 +54,16 @@ class ScriptedRank:
 
     Attributes:
         told: messages, oldest first.
-        memory: in common with the link.
+        memory: its side of the exchange buffer.
     """
 
     made: list["ScriptedRank"] = []
     pid = 0
     ended = None
 
-    def __init__(self, shape, epoch, threads):
-        self.epoch, self.told, self.memory = epoch, [], map_memory(shape, allocate(shape))
+    def __init__(self, exchange_buffer, epoch, threads):
+        self.epoch, self.told, self.shape = epoch, [], exchange_buffer.shape
+        self.memory = MappedExchangeBuffer(self.shape, torch.device("cpu"), b"", exchange_buffer.begin(epoch))
         context = zmq.Context.instance()
         self.socket, self.peer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         name = f"inproc://scripted-{id(self)}"
@@ -154,53 +99,27 @@ class ScriptedRank:
                     self.say(protocol.PlacesFreed(self.epoch, tuple(piece.place for piece in message.pieces)))
         return self.told
 
-    def pieces(self, before=0):
-        """Of keys that it was sent, oldest first; ``before``: messages that are left out."""
-        return [piece for message in self.hear()[before:] if isinstance(message, protocol.Append) for piece in message.pieces]
-
     def asks(self):
         """Questions that it was asked, oldest first."""
         return [message for message in self.hear() if isinstance(message, protocol.SelectionRequest)]
 
-    def put_rows(self, ask, kept):
-        """Rows of what was chosen beyond what the copy holds: of each token those that :func:`row_of` says."""
-        memory, layers = self.memory, slice(ask.first, ask.first + ask.count)
-        fresh = missing_mask(kept, memory.get_held(ask.lane, ask.sequence, layers, kept.shape[-1]))
-        for part, seed in zip(memory.rows(ask.lane, ask.sequence), (0, 1)):
-            # Whatever was there before is of no use any more.
-            part[layers] = float("nan")
-            at = fresh.nonzero(as_tuple=True)
-            first = row_of(seed, ask.first, 0, 0)[0] + (at[0] * HEADS + at[1]) * 4096
-            part[ask.first + at[0], at[1], at[2]] = (first + kept[at])[:, None]
-        memory.put_fresh(ask.lane, ask.sequence, ask.first, fresh)
+    def answer(self, ask, kept=None, epoch=None, chosen=True, full_kv=None):
+        """Answer a question with positions, int64 [layers, kv_heads, keep]: with the newest tokens, where nothing else is given.
 
-    def answer(self, ask, kept=None, epoch=None, chosen=True):
-        """Answer a question: with the newest tokens, where nothing else is given."""
-        epoch = epoch or self.epoch
-        if kept is None:
-            kept = newest_of(ask)
-        if self.memory.shape.rows:
-            self.put_rows(ask, kept)
-        self.memory.put_selection(epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
-        self.say(protocol.SelectionReply(epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
-
-
-def row_of(is_value, layer, head, position):
-    """K or V of a token, made up: no two are alike."""
-    return torch.full((DIM,), float(((is_value * LAYERS + layer) * HEADS + head) * 4096 + position))
+        ``epoch``: under which it is written; that of this process, if None. ``full_kv``: where rows are sent, slots of the request's tokens,
+        and the keys and values there.
+        """
+        kept = newest_of(ask) if kept is None else kept
+        entry, there, positions = self.shape.entry(ask.lane, ask.first), torch.ones(1, dtype=torch.int32), kept[:, None].int()
+        asked = torch.tensor([[entry, epoch_word(epoch or self.epoch, ask.sequence), ask.keep if chosen else 0]])
+        if full_kv is None:
+            self.memory.push_chosen(asked, there, positions)
+        else:
+            self.memory.push_rows_on_cpu(asked, there, positions, torch.ones_like(positions), full_kv[0][None], full_kv[1])
+        self.memory.answer(asked, there)
+        self.say(protocol.SelectionReply(self.epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
 
 
 def newest_of(ask):
     """The newest tokens of a question, all that it wants."""
     return torch.arange(ask.covered - ask.keep, ask.covered).expand(ask.count, HEADS, -1)
-
-
-def scripted(told=None, pack=5, timeline=None):
-    """Choices over one scripted rank, which is ready."""
-    link = RankLink(RankSettings(told or attach(), pack), ScriptedRank)
-    choices = CpuRankClient([link], pool(), timeline)
-    for _ in range(20):
-        ScriptedRank.made[-1].hear()
-        link.poll()
-    assert link.ready
-    return choices, ScriptedRank.made[-1]

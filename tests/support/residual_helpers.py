@@ -8,13 +8,13 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring
+from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring
 from sglang_ext.mem_cache.prefix_cache.nodes import below
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
-from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
 PAGE, DIM = 64, 64
 
@@ -40,8 +40,7 @@ class ResidualWorld(World):
         self.packing = Packing.for_pool(quantizer("lynx", 4), self.buffers, PAGE)
         pool = HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot, frames=True)
         self.tier = HostTier(self.buffers, pool, residuals=ResidualPages(self.buffers, self.packing, PAGE))
-        anchoring = Anchoring("lynx", PAGE, self.packing.block_tokens, self.packing.block_slots, self.packing.sinks)
-        self.cache.use_host(self.tier, anchoring=anchoring)
+        self.cache.use_host(self.tier, anchoring=Anchoring("lynx", PAGE, self.packing))
         self.running = []
 
     def write(self, slots, kv):

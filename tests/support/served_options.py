@@ -74,7 +74,7 @@ SERVED: dict[str, str] = {
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size max_prefill_tokens
         prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption default_priority_value
         abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold
-        retraction_policy schedule_conservativeness radix_eviction_policy disable_overlap_schedule scheduler_recv_interval
+        retraction_policy schedule_conservativeness radix_eviction_policy disable_radix_cache disable_overlap_schedule scheduler_recv_interval
         sleep_on_idle enable_prefill_delayer prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark
         prefill_delayer_forward_passes_buckets prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio
         prefill_delayer_max_delay_ms min_free_slots_delay strip_thinking_cache

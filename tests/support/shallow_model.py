@@ -1,4 +1,4 @@
-"""The demo model without fourteen of its thirty layers: a server's prefills and steps take half as long, and answers still read as text."""
+"""The demo model without eighteen of its thirty layers: a server's prefills and steps take two fifths of the time."""
 
 import json
 import shutil
@@ -7,8 +7,8 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-# Taken out one by one, each that raised the loss on source code the least: attention to the context stays, as does what copies it.
-KEPT = (0, 1, 2, 4, 8, 9, 10, 11, 20, 21, 22, 23, 24, 27, 28, 29)
+# Taken out one by one, each that raised the loss on source code and prose the least: attention to the context stays, as does what copies it.
+KEPT = (0, 1, 2, 8, 9, 11, 21, 23, 24, 27, 28, 29)
 LAYERS = "model.layers."
 
 

@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache.nodes import below, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
-from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
 PAGE, ROWS, WIDTH = 2, 24, 128
 

@@ -10,21 +10,18 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_ext.managers.kv_transfer.quantized.packed_prompts import PackedPromptStore
+from sglang_ext.managers.kv_transfer.limits import NetworkInterface, PollThrottle
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, PollThrottle
-from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
-from sglang_ext.managers.kv_transfer.progressive.control import Failed
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
-from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Failed, Handshakes
+from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory, ProgressiveManager, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
-from sglang_ext.managers.kv_transfer.progressive.prefill_servers import PrefillDirectory, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
-from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange
+from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"

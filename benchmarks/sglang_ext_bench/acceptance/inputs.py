@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_ext.config import model_folder
-from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import Predictor
+from sglang_ext.mem_cache.scores import Predictor, model_key
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.options import check_known
 from sglang_ext_bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer

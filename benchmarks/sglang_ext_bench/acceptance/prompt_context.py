@@ -13,18 +13,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.tools.precompress.attention_inputs import (
-    AttentionInputs,
-    attention_layers,
-)
-from sglang_ext.tools.precompress.documents import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import (
-    ReconstructionConfig,
-    reconstruction_scores,
-)
+from sglang_ext.mem_cache.compressors.attention_scores import ExpectedAttention, SnapKV
+from sglang_ext.mem_cache.scores import Predictor
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, attention_layers, reconstruction_scores
 from sglang_ext_bench.acceptance.inputs import DEFAULT_ATTENTION
 from sglang_ext_bench.prompts import Tokenizer
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.tools import CommandError

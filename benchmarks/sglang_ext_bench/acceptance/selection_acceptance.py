@@ -24,32 +24,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
-from sglang_ext.mem_cache.selection.scoring import (
-    PredictedScoring,
-    Scoring,
-    ScoringInputs,
-)
-from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
-from sglang_ext_bench.acceptance.attention_functions import (
-    AttentionOutput,
-    register_attention,
-)
-from sglang_ext_bench.acceptance.inputs import (
-    add_input_arguments,
-    load_model,
-    read_prompts,
-)
-from sglang_ext_bench.acceptance.prompt_context import (
-    ANSWER_TOKENS,
-    DRAFT_LENGTH,
-    DraftCount,
-    print_line,
-)
-from sglang_ext_bench.options import check_budgets, check_counts, check_known
-from sglang_ext_bench.baselines.scorings import BASELINES
+from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs, top_tokens
+from sglang_ext_bench.acceptance.attention_functions import AttentionOutput, register_attention
+from sglang_ext_bench.acceptance.inputs import add_input_arguments, load_model, read_prompts
+from sglang_ext_bench.acceptance.prompt_context import ANSWER_TOKENS, DRAFT_LENGTH, DraftCount, print_line
+from sglang_ext_bench.baselines.scorings import BASELINES, PredictedScoring, overlap
 from sglang_ext_bench.baselines.true_query import TrueQueryScoring
+from sglang_ext_bench.options import check_budgets, check_counts, check_known
 
 ATTENTION = "selection_acceptance"
 WINDOW = 32
@@ -60,7 +43,7 @@ OVERLAP_INTERVAL = 6
 
 @dataclass(frozen=True)
 class VerifyGuidedScoring(Scoring):
-    """Scores by the mean attention of the newest verified queries, as compressors/verify_guided.py."""
+    """Scores by the mean attention of the newest verified queries, as compressors/attention_scores.py."""
 
     name: ClassVar[str] = "verify-guided"
 

@@ -12,18 +12,12 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.compressed.decode_backend import split_counts
-from sglang_ext.layers.attention.compressed.packed import PackedDecode, packed_attention
+from sglang_ext.layers.attention.decode_backend import split_counts
+from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
 from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.gluon import occupancy
-from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
-from sglang_ext.layers.kernels.packed.launches import PackedAttentionCall
-from sglang_ext.layers.kernels.packed.packed_decode import (
-    max_resident_programs,
-    packed_decode,
-)
-from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, launch_integers, PackedAttentionCall, max_resident_programs, packed_decode
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext_bench.attention.setting import (
     AttentionShape,
     FullKV,
@@ -130,7 +124,7 @@ def _rows(kv: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 def _splits(kv: QuantizedKV) -> tuple[int, int]:
     shape, batch = kv.full.shape, len(kv.table)
     programs = max_resident_programs(kv.packing, kv.keys, kv.values, shape.heads // shape.kv_heads)
-    return _triton_splits(kv) if programs is None else occupancy.choose_splits(batch * shape.kv_heads, programs, kv.packing.keys.bits)
+    return _triton_splits(kv) if programs is None else choose_splits(batch * shape.kv_heads, programs, kv.packing.keys.bits)
 
 
 def _triton_splits(kv: QuantizedKV) -> tuple[int, int]:

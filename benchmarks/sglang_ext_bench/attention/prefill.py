@@ -6,12 +6,8 @@ from functools import partial
 import torch
 
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.kernels.hack.integer_prefill import attend, integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import (
-    PromptBatch,
-    PromptCodes,
-    prompt_codes,
-)
+from sglang_ext.layers.kernels.packed.integer_prefill import attend, integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCodes, prompt_codes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors.catalogue import quantizer

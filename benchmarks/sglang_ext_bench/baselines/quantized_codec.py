@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from sglang_ext.managers.kv_transfer.link_settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.kv_transfer.wire import LOSSY, LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import pack_streams, packed_size, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, BenchCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers

@@ -1,13 +1,31 @@
-"""Baselines of query prediction with the interface of predictions: true queries, Quest, TOVA, the newest tokens."""
+"""Scores by predicted queries, and baselines with the same interface: true queries, Quest, TOVA, the newest tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs
+from sglang_ext.mem_cache.selection.predictors import QueryPredictor
+from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention
 from sglang_ext_bench.baselines.tova import TovaScoring
 from sglang_ext_bench.baselines.true_query import TrueQueryScoring
+
+
+@dataclass(frozen=True)
+class PredictedScoring(Scoring):
+    """Scores by the attention of the predicted query, as AsyncSpade does."""
+
+    predictor: QueryPredictor
+
+    @property
+    def name(self) -> str:
+        """Name of the predictor."""
+        return self.predictor.name
+
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
+        """Mean attention over the query heads of a KV head."""
+        predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
+        return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
 
 
 @dataclass(frozen=True)
@@ -23,3 +41,14 @@ class RecentScoring(Scoring):
 
 
 BASELINES: tuple[Scoring, ...] = (TrueQueryScoring(), QuestScoring(), TovaScoring(), RecentScoring())
+
+
+def overlap(chosen: torch.Tensor, others: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Share of ``chosen`` that is also in ``others``, by head (equation 1 of AsyncSpade): float32 [...].
+
+    Args:
+        chosen, others: int64 [..., count], distinct positions below ``tokens``.
+        tokens: Tokens of the context.
+    """
+    among = torch.zeros(*others.shape[:-1], tokens, dtype=torch.bool, device=others.device).scatter_(-1, others, True)
+    return among.gather(-1, chosen).float().mean(dim=-1)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.each_step.step_selector import StepSelector
+from sglang_ext.mem_cache.compressors.step_selectors import StepSelector
 from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs, group_attention
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 
-from sglang_ext.managers.kv_transfer.link_settings import LOSSY, OptionValue
-from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
+from sglang_ext.managers.kv_transfer.wire import LOSSY, OptionValue
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec, pack_streams, packed_size, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
@@ -63,7 +63,7 @@ class UnsplitCodec(BenchCodec):
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Encode the page to its one stream."""
         if not self.whole:
-            return self.split.encode_anchor(page, layers)
+            return self.split.start(page, layers, residual=False)().anchor
         return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:

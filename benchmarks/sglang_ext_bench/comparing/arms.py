@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import ServerProcess, file_name
+from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import Generation, generate
 from sglang_ext_bench.comparing.compare import CONTROL, ComparisonSetting
 from sglang_ext_bench.comparing.identity_config import IdentityConfig

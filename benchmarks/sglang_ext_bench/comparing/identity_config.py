@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from sglang_ext.core import OptionError
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.comparing.verdict import Rules
 from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, check_counts, check_port, names

@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.managers.kv_transfer import timeline
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent
-from sglang_ext.tools import ROLES, CommandError
+from sglang_ext.managers.kv_transfer import transfer_metrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
+from sglang_ext.tools import ROLES, CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.jobs.options import (
     AUTO,
     add_arguments,
@@ -175,7 +174,7 @@ def measure_method(
 def make_jobs(responses: Sequence[JobResponse], file: Path) -> list[Job]:
     """Join the responses of a run with the events of the timeline ``file``."""
     events: dict[int, list[TransferEvent]] = {}
-    for event in timeline.read(file):
+    for event in transfer_metrics.read_timeline(file):
         events.setdefault(event.room, []).append(event)
     first_arrival = min(each.arrival for each in responses)
     return [

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from sglang_ext.periodic import run_periodically
+from sglang_ext.core import run_periodically
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer

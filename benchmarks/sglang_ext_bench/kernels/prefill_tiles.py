@@ -23,14 +23,9 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import gpu_launch
-from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
-from sglang_ext.layers.kernels.hack.integer_prefill import PrefillTile, attend
-from sglang_ext.layers.kernels.hack.prompt_codes import (
-    PromptBatch,
-    PromptCodes,
-    prompt_codes,
-)
-from sglang_ext.layers.kernels.hack.specialized_prefill import attend_to_codes
+from sglang_ext.layers.kernels.packed import integer_prefill
+from sglang_ext.layers.kernels.packed.integer_prefill import PrefillTile, attend, attend_to_codes
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCodes, prompt_codes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
@@ -108,7 +103,7 @@ def measure_form(
     exact = prefill.exactly(compared, *prefill._meaning(full, packing, seeds, in_blocks), shape.scaling).double()
     for tile in tiles:
         name = SPECIALIZED if tile is None else str(astuple(tile))
-        if tile is None and not specialized_prefill.is_supported(prompts, queries, pools[0]):
+        if tile is None and not integer_prefill.is_supported(prompts, queries, pools[0]):
             print(f"  {name}: does not support this GPU or these codes", flush=True)
             continue
         call = partial(attend, prompts, codes, queries, *pools, shape.scaling, kernel=SPECIALIZED if tile is None else "tiles")
@@ -125,7 +120,7 @@ def measure_form(
 
 def second_kernel_ms(prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor) -> str:
     """Return text with the milliseconds of the second warp-specialized kernel, which attends to the codes."""
-    query_codes, out = specialized_prefill.PrefillQueryCodes.empty(queries, codes), torch.empty_like(queries)
+    query_codes, out = integer_prefill.PrefillQueryCodes.empty(queries, codes), torch.empty_like(queries)
     alone = seconds(partial(attend_to_codes, prompts, codes, query_codes, out), queries.device)
     return f" ({alone * 1e3:.3f} of them its second kernel)"
 

@@ -19,7 +19,7 @@ from sglang_ext.config.model_folder import read_config
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages
 from sglang_ext.tools import CommandError
 
 PAGE = 64

@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
+from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import add_sizes, check_sizes, require_gpu

@@ -22,25 +22,16 @@ from time import perf_counter
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-from sglang_ext.layers.kernels.selection.quest_pages import (
-    QUEST_GRIDS,
-    QuestGrid,
-    point_at_best_pages,
-)
+from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, QuestGrid, point_at_best_pages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PointerLayout,
-    Pointers,
-    as_pointers,
-)
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS, KeySpec

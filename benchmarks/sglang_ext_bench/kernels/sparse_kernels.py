@@ -18,22 +18,13 @@ from functools import partial
 
 import torch
 
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.layers.kernels.selection.quest_pages import (
-    QUEST_GRIDS,
-    QuestGrid,
-    point_at_best_pages,
-)
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode
+from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, QuestGrid, point_at_best_pages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PointerLayout,
-    Pointers,
-    as_pointers,
-)
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import (
     add_list,

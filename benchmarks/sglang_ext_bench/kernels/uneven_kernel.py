@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_ext.layers.kernels.ragged_decode import ragged_decode
+from sglang_ext.layers.kernels.per_head_decode import ragged_decode
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.tools import CommandError

@@ -28,15 +28,15 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
     AuxRecords,
     PoolBuffers,
 )
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
-from sglang_ext.managers.kv_transfer.progressive.room_writer import RoomWriter
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
+from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.links import two_processes
@@ -176,13 +176,13 @@ def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection)
     hashes = [PAGE_HASH] * len(pages)
     listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
     writers = {
-        room: TimedRoomWriter(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
+        room: TimedRoomWriter(codec, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
         for room, listener in listeners.items()
     }
     limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR, layers))
     server = LinkServer(endpoint, SETTINGS, limits, take=pool.blocks.take)
     for room, writer in writers.items():
-        server.register(room, writer.expected, writer)
+        server.rooms.register(room, writer.expected, writer)
     parent.send(server.endpoint)
     listeners[WARM_UP_ROOM].wait()
     sampler.begin()

@@ -20,7 +20,7 @@ from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LinkSettings
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.wire import LayerRange, RoomShape, Stream
 from sglang_ext.tools import CommandError
@@ -81,7 +81,7 @@ def receive_link(endpoint: str, args: argparse.Namespace, parent: Connection) ->
     """Receive a room over a link."""
     counter = ByteCounter()
     server = LinkServer(endpoint, SETTINGS, LinkLimits(frame_bytes=args.frame_kib << 10))
-    server.register(ROOM, ExpectedRoom(room_shape(args), {Stream.ANCHOR: args.part_mib << 20}), counter)
+    server.rooms.register(ROOM, ExpectedRoom(room_shape(args), {Stream.ANCHOR: args.part_mib << 20}), counter)
     parent.send(server.endpoint)
     counter.wait()
     parent.send(counter.size / (counter.last - counter.first))

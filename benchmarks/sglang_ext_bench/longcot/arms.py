@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.core import PLAIN_STEPS
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench.baselines import SELECTORS, served_method
 from sglang_ext_bench.options import numbers
 
@@ -172,7 +171,7 @@ def check_lengths(servers: Sequence[LongcotServer], lengths: Sequence[int]) -> N
 
 def _method_servers(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongcotServer]:
     """Servers of one method, mode and number of selected tokens: one per selection interval and, with cache ranks, per pack size."""
-    from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
     drafts = ("--kv-draft-length", str(args.draft_length)) if mode == "verified" else ()
     # A round has draft tokens and a bonus token, or plain steps.

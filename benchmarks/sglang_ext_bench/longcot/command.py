@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.managers.cache_rank import timeline
-from sglang_ext.tools.server_process import check_servers, file_name
+from sglang_ext.tools.server_process import check_servers
+from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import report
 from sglang_ext_bench.longcot import flops, overlap, packs, results, serving
 from sglang_ext_bench.longcot.arms import (
@@ -25,7 +25,6 @@ from sglang_ext_bench.longcot.arms import (
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.longcot.options import add_arguments, check_options
 from sglang_ext_bench.longcot.serving import LongcotSummary
-from sglang_ext_bench.options import numbers
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.prompts import make_prompts
@@ -84,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
         file.unlink(missing_ok=True)
         with settings.server(args, make_setting(server, file), logs) as process:
             for load in filter(server.runs_load, loads):
-                num_steps = len(packs.parse_steps(timeline.read(file)))
+                num_steps = len(packs.parse_steps(packs.read_events(file)))
                 waves = serving.send_waves(process, prompts[load.context][: load.batch], longest, args.repeats, ARMS[server.method][1])
                 summary = summarize(server, load, lengths, waves, shape)
                 measurements.summaries.append(summary)
                 print(f"{server.name}: {load}: {progress_line(summary)}", flush=True)
-                steps = packs.parse_steps(timeline.read(file))[num_steps:]
+                steps = packs.parse_steps(packs.read_events(file))[num_steps:]
                 if (pack_summary := packs.summarize(server.name, str(load), steps)) is not None:
                     measurements.pack_summaries.append(pack_summary)
                     measurements.steps = steps

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from sglang_ext.periodic import run_periodically
+from sglang_ext.core import run_periodically
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings

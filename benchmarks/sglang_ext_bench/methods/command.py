@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import split_flags
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench import corpus, report
 from sglang_ext_bench.longcot.arms import on_gpus
@@ -32,8 +31,6 @@ INSTALLED_TEXTS = {"code": (corpus.code_documents,), "prose": (corpus.reference_
 """Sources of each kind of text if no file is passed."""
 EQUAL_OPTIONS = ("context_len", "temperature", "requests", "output_len", "draft_length", "select_every", "dtype", "server_arg")
 """Options that must be equal for all figures of one --json file."""
-BEGIN, END = "<!-- measured by bench methods: begin -->", "<!-- measured by bench methods: end -->"
-"""Lines of a document between which the table is written."""
 NOTHING = "-"
 """An empty cell of the table."""
 
@@ -42,13 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure the servers that are missing in --json, and print the table. Returns 0 if no server failed, else 1."""
     kept = load(args)
     failed = measure_missing(args, kept) if args.model else {}
-    in_order = sorted(kept["servers"], key=SERVER_NAMES.index)
-    figures = [MethodFigures(**each) for name in in_order for each in kept["servers"][name]]
-    if figures:
-        lines = list(table(figures, kept["told"]))
-        print("\n".join(lines))
-        if args.write:
-            write_table(args.write, lines)
+    if figures := stored_figures(kept):
+        print("\n".join(table(figures, kept["told"])))
     elif not failed:
         raise CommandError("nothing is measured: pass --model, or a --json file with figures")
     return 1 if failed else 0
@@ -70,6 +62,12 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
             "options for the missing servers, or another file"
         )
     return kept
+
+
+def stored_figures(kept: Mapping[str, Any]) -> list[MethodFigures]:
+    """The figures of a report, in the order of the table."""
+    in_order = sorted(kept["servers"], key=SERVER_NAMES.index)
+    return [MethodFigures(**each) for name in in_order for each in kept["servers"][name]]
 
 
 def equal_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -251,20 +249,3 @@ def _plain(value: float) -> str:
 
 def _sampling(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}".replace("0.", ".")
-
-
-def write_table(path: Path, lines: Sequence[str]) -> None:
-    """Write ``lines`` between the marks of a document.
-
-    Raises:
-        CommandError: The document cannot be read, or lacks the marks.
-    """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise CommandError(f"--write {path} cannot be read ({error.strerror}): pass a document with the lines {BEGIN} and {END}") from error
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise CommandError(f"--write {path} lacks the lines {BEGIN} and {END}: add them where the table belongs")
-    path.write_text("\n".join([before + BEGIN, "", *lines, "", END]) + after)

@@ -5,7 +5,7 @@ Each wave has code and prose at once, all prompts in the prefix cache, and verif
 each kind of text, prompt length and temperature.
 
 --json keeps the figures of each server as soon as they are there. A second run with the same options measures only the missing servers.
-Without --model nothing is measured, and the table of --json is printed. --write puts the table into a document, between two marks.
+Without --model nothing is measured, and the table of --json is printed. `sglang-ext-bench pages` writes it to docs/methods.md.
 """
 
 import argparse
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_start_timeout(parser)
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
     add("--json", type=Path, help="keep all figures here; a second run measures what is missing")
-    add("--write", type=Path, metavar="DOCUMENT", help="put the table between the marks of this document")
 
 
 def run(args: argparse.Namespace) -> int:

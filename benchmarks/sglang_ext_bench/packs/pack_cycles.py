@@ -32,7 +32,7 @@ from time import monotonic
 
 import torch
 
-from sglang_ext.managers.cache_rank.launch import wait_until_ready
+from sglang_ext.managers.cache_rank.feature import wait_until_ready
 from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.options import add_list

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.per_head_decode import pointer_decode
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Pointers
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
-from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
+from sglang_ext.mem_cache.selection.scoring import top_tokens
 from sglang_ext.tools import CommandError
+from sglang_ext_bench.baselines.scorings import overlap
 from sglang_ext_bench.kernels.options import parse_group, positive_int
 from sglang_ext_bench.kernels.timing import graph_seconds, wall_seconds
 
@@ -286,9 +287,7 @@ def rotate_heads(queries: torch.Tensor, keys: torch.Tensor, norms: Norms, cos_si
         positions: Position of each token, int64 [tokens].
     """
     if queries.is_cuda:
-        from sglang.kernels.ops.attention.rope import (
-            apply_rope_with_cos_sin_cache_inplace,
-        )
+        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
         from sglang.kernels.ops.layernorm.norm import fused_inplace_qknorm
 
         fused_inplace_qknorm(queries, keys, norms.queries, norms.keys, EPSILON)

@@ -9,20 +9,12 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext.device import Mark, to_device
+from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.feature import TRAVELING_BYTES
 from sglang_ext.managers.cache_rank.leases import KeyLeases
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import (
-    COUNTERS,
-    DONE,
-    ExchangeBuffer,
-    QueryUpload,
-    SelectionTarget,
-)
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import (
-    TRAVELING_BYTES,
-    connect_rank,
-)
 from sglang_ext.managers.cache_rank.protocol import (
     BLOCK,
+    DONE,
     MAX_PLACES,
     VERSION,
     Attach,
@@ -31,12 +23,14 @@ from sglang_ext.managers.cache_rank.protocol import (
     RotaryParameters,
     SelectionRequest,
 )  # fmt: skip
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.predictors import query_predictor
+from sglang_ext.mem_cache.selection.scoring import top_tokens
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
-from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
+from sglang_ext_bench.baselines.scorings import overlap
 from sglang_ext_bench.packs.pack_layers import LayerPack, Load, QueryStream
 
 # Warm-up cycles, after those that transfer a whole selection.
@@ -131,7 +125,7 @@ class PackRank:
             rotary, kind.bits,
         )  # fmt: skip
         self.exchange = ExchangeBuffer(shape, pack.device, device)
-        self.link = connect_rank(attach, self.exchange, PATIENCE)
+        self.link = RankLink(attach, self.exchange, PATIENCE)
         self._sequences = [0] * shape.lanes
         self._blocks: tuple[int, ...] = ()
 
@@ -144,8 +138,6 @@ class PackRank:
         self.check_ready("it did not become ready")
         leases, slots = KeyLeases(self.link, self.pack.buffers), self.pack.context_slots
         lease, no_queries, until = leases.open(), torch.empty(0, device=self.pack.device), monotonic() + PATIENCE
-        # Blocks get no names, since no other request shares them.
-        lease.is_remote_only = True
         while not leases.extend(lease, slots):
             self.exchange.publish(no_queries, [])
             self.wait_for_messages(until, "the full KV was not taken")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
-from sglang_ext.tools.server_process import ServerProcess, file_name
+from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import generate
 from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import Prompt

@@ -7,16 +7,15 @@ from itertools import islice
 
 import torch
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, token_seeds
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import MethodSpec, method
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext_bench.quality.named_method import NamedMethod

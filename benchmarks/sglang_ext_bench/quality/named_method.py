@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.config.options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.tools import CommandError

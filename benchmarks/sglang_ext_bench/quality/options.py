@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, check_counts, check_port, names, numbers
 from sglang_ext_bench.quality.scorers import BY_NAME
 from sglang_ext_bench.quality.suites.options import add_suite_arguments, check_unread

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench import report
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import DTYPES, check_budgets, check_counts, names, numbers
 from sglang_ext_bench.prompts import Waves, make_prompts
 from sglang_ext_bench.client import readings

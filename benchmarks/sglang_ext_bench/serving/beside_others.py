@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, probabilities
 from sglang_ext_bench.prompts import LOWEST_RANDOM_ID, random_prompts
 
@@ -89,10 +88,10 @@ def plain_rate(
     Raises:
         CommandError: A plain request had fewer than two bursts of tokens.
     """
-    from sglang_ext.config.benchmark_options import PARAMETER
+    from sglang_ext.config.request_params import ACCEPTANCE
     from sglang_ext_bench.speed import decode_wave
 
-    common = {**SamplingSettings().as_json(args.output_len), "custom_params": {PARAMETER: args.acceptance}}
+    common = {**SamplingSettings().as_json(args.output_len), "custom_params": {ACCEPTANCE: args.acceptance}}
     sampling = [common] * PLAIN + [{**common, **more} for more in others]
     bodies = [{"input_ids": list(prompt), "sampling_params": params} for prompt, params in zip(prompts, sampling)]
     started = time.perf_counter()

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, names
 from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import sglang_ext
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.serving import call_recorder
 from sglang_ext_bench.serving.call_recorder import BEGIN_FILE, Function, Pair
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sglang_ext.managers.kv_offload.costs import Costs
+from sglang_ext.managers.kv_offload.throughput_model import Costs
 from sglang_ext.managers.kv_offload.throughput_model import (
     MAX_DRAFTS,
     OffloadPlan,
@@ -92,7 +92,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class MachineTimes:
-    """Times of forwards and loads, in seconds: :mod:`sglang_ext.managers.kv_offload.costs` with the lengths of each request.
+    """Times of forwards and loads, in seconds: :mod:`sglang_ext.managers.kv_offload.throughput_model` with the lengths of each request.
 
     Attributes:
         costs: Costs of the machine.

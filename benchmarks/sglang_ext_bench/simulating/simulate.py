@@ -35,7 +35,7 @@ from rich import box
 from rich.table import Table
 
 from sglang_ext.core import DEFAULT_BUDGET
-from sglang_ext.managers.kv_offload.costs import MAX_DRAFTS, CostError, Costs
+from sglang_ext.managers.kv_offload.throughput_model import MAX_DRAFTS, CostError, Costs
 from sglang_ext.tools import CommandError
 from sglang_ext_bench import report
 from sglang_ext_bench.options import numbers, probabilities

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.managers.kv_offload.costs import draft_seconds
-from sglang_ext.managers.kv_offload.load_reservations import Occupancy
+from sglang_ext.managers.kv_offload.throughput_model import draft_seconds
+from sglang_ext.managers.kv_offload.verification_scheduler import Occupancy
 from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext_bench.simulating.scenario import (
@@ -282,17 +282,17 @@ class Simulation:
             seconds = self._draft_and_verify(drafting, [self.running[i] for i in verifying])
             verified = {i: self._draw_accepted(self.running[i].pending_drafts) + 1 for i in verifying}
             if drafting:
-                estimate = self.scheduler.iteration_seconds
-                self.scheduler.iteration_seconds = DECAY * estimate + (1 - DECAY) * seconds
+                estimate = self.scheduler.link.capacity
+                self.scheduler.link.capacity = DECAY * estimate + (1 - DECAY) * seconds
         self._finish_round(prefill, seconds, verified)
         self.now += prefill + seconds
 
     def _admit(self) -> list[int]:
         """Admit waiting requests. Returns their indices."""
-        admitted = self.queue.admit(self.now, self.running, self.scheduler.memory_peak)
+        admitted = self.queue.admit(self.now, self.running, self.scheduler.memory.peak)
         self.unplanned.update(dict.fromkeys(admitted))
         # Keep the memory for the next waiting request: loads that are not planned yet may not use it.
-        self.scheduler.memory = max(0.0, self.memory.capacity - self._used_tokens - self.queue.wanted_tokens)
+        self.scheduler.memory.capacity = max(0.0, self.memory.capacity - self._used_tokens - self.queue.wanted_tokens)
         return admitted
 
     @property

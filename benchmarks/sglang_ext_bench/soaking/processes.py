@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from sglang_ext.periodic import run_periodically
+from sglang_ext.core import run_periodically
 
 SAMPLE_SECONDS = 10.0
 MIN_SHOWN_SAMPLES = 6

@@ -5,10 +5,9 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_client import ServerClient, describe_error
 from sglang_ext.tools.server_process import ServerProcess, check_servers
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
 from sglang_ext_bench.soaking.answers import Sample

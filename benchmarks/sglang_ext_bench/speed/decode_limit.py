@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.managers.kv_offload import throughput_model
-from sglang_ext.managers.kv_offload.costs import Costs
+from sglang_ext.managers.kv_offload.throughput_model import Costs
 
 if TYPE_CHECKING:
     from sglang_ext_bench.speed.settings import ServerSetting

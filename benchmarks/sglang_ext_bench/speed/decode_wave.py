@@ -206,7 +206,7 @@ def run(
         prompts: Token ids of each prompt.
         sampling: Sampling parameters.
         new_tokens: Output tokens of each request.
-        acceptance: Forced acceptance probability, for a server with --kv-bench-acceptance (managers/simulated_acceptance.py).
+        acceptance: Forced acceptance probability, for a server with --kv-bench-acceptance (managers/spec_decode/draft.py).
         clock: Returns the time in seconds.
         compressor: Method that the requests ask for. None for the server's first method.
 
@@ -214,12 +214,12 @@ def run(
         CommandError: A request was refused or broke off.
     """
     # These modules load SGLang, which the help of a command must not do.
-    from sglang_ext.config.benchmark_options import PARAMETER
+    from sglang_ext.config.request_params import ACCEPTANCE
     from sglang_ext.config.method_options import COMPRESSOR_PARAM
 
     began = clock()
     parameters = sampling.as_json(new_tokens)
-    custom = {PARAMETER: acceptance, COMPRESSOR_PARAM: compressor}
+    custom = {ACCEPTANCE: acceptance, COMPRESSOR_PARAM: compressor}
     if any(value is not None for value in custom.values()):
         parameters["custom_params"] = {name: value for name, value in custom.items() if value is not None}
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import HOST, ServerClient
-from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import drawing
-from sglang_ext_bench.options import numbers
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.speed.settings import ServerSetting
 

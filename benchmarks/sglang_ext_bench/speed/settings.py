@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import find_repeated_flag, split_flags
-from sglang_ext.tools.server_process import ServerProcess, check_servers, file_name
+from sglang_ext.tools import CommandError, split_flags
+from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, file_name, find_repeated_flag, numbers, probabilities
+from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, numbers, probabilities
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def measure(model: Path, dtype: str, input_ids: tuple[int, ...], methods: Sequen
 
 def measure_codec(name: str, layers: Sequence[LayerAttention], keys: torch.Tensor, values: torch.Tensor) -> CodecAccuracy:
     """Encode and decode keys and values [layers, tokens, heads, dim] page by page, and compare the attention outputs."""
-    from sglang_ext.managers.kv_transfer.progressive.codecs import make_codec
+    from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
     from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
     from sglang_ext.managers.kv_transfer.wire import LayerRange
 

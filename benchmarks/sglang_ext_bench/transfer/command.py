@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.options import check_counts, check_port, numbers
 from sglang_ext_bench.servers_apart import ports_taken
 from sglang_ext_bench.prompts import make_prompts

@@ -4,15 +4,14 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.config import transports
-from sglang_ext.config.options import BACKEND
-from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.tools import CommandError
-from sglang_ext.tools.options import find_repeated_flag, split_flags
+from sglang_ext.config import disaggregation_options
+from sglang_ext.config.options import BACKEND, QUANTIZED
+from sglang_ext.tools import CommandError, split_flags
+from sglang_ext_bench.options import find_repeated_flag
 from sglang_ext_bench.baselines import CODECS
 
 LYNX = "lynx"
-STOCK = transports.MOONCAKE_TCP
+STOCK = disaggregation_options.MOONCAKE_TCP
 # Methods with early decoding, and their ``--kv-reference``: the precision that the residual restores.
 SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
 # Methods that transfer prompts as quantized compressed KV, on which the decode server decodes: compressor and bits.
@@ -87,7 +86,7 @@ def obstacle(method: TransferMethod, gbps: float | None) -> str | None:
         return None
     if gbps is not None:
         return f"its link cannot be limited to {gbps:g} Gbit/s: pass --link-gbps 0, no limit, to measure it"
-    return transports.transport_obstacle(STOCK)
+    return disaggregation_options.transport_obstacle(STOCK)
 
 
 def make_flags(args: argparse.Namespace, method: TransferMethod, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from sglang_ext.managers.kv_transfer import timeline
-from sglang_ext.managers.kv_transfer.timeline import TransferEvent
+from sglang_ext.managers.kv_transfer import transfer_metrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 from sglang_ext.tools import ROLES
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer
@@ -85,7 +85,7 @@ class ServerPair:
         prefilled = self._pool.submit(self._prefill.post, "generate", body)
         stream = answer(self._decode, body, new_tokens, prefilled, PREFILL_GRACE_SECONDS)
         cached = prefilled.result()["meta_info"]["cached_tokens"]
-        events = tuple(event for event in timeline.read(self._timeline) if event.room == room["bootstrap_room"])
+        events = tuple(event for event in transfer_metrics.read_timeline(self._timeline) if event.room == room["bootstrap_room"])
         return TransferResponse(sent, stream, events, cached)
 
 

@@ -1,4 +1,4 @@
-"""Prefill on quantized KV (HACK, arXiv 2502.03589): in PyTorch, and the state of prompts for quantized_extend.py.
+"""Prefill on quantized KV (HACK, arXiv 2502.03589): in PyTorch, and on a GPU with kernels.
 
 Each token of a prompt attends to the same KV that decoding would read at its position:
 
@@ -13,14 +13,23 @@ stored in the pool are read there. The other codes are made from full KV, for on
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.layers.attention.compressed.packed import group_by_kv_head, ungroup_heads, attend_packed_and_exact, partitions_of_keys, partitions_of_values
-from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptBatch
+from sglang_ext.layers.attention.packed import attend_packed_and_exact, group_by_kv_head, partitions_of_keys, partitions_of_values, ungroup_heads
+from sglang_ext.layers.forward import check_supported, write_kv
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill, integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class QuantizedPrefill:
@@ -29,43 +38,29 @@ class QuantizedPrefill:
     Attributes:
         packing: Makes the codes; its quantizer stores their sums.
         first_head: Index, among the model's KV heads, of the first that this rank holds.
+        rows: Rows of the token table whose prompts are computed now, in the batch's order, with the seeds of each.
+        stored: By row, int64 slots of the blocks from the sinks on that are stored in the pool; none for rows without an entry.
     """
 
     def __init__(self, packing: Packing, first_head: int) -> None:
         self.packing = packing
         self.first_head = first_head
-        self._seeds: Mapping[int, torch.Tensor] = {}
-        self._stored: Mapping[int, torch.Tensor] = {}
+        self.rows: Mapping[int, torch.Tensor] = {}
+        self.stored: Mapping[int, torch.Tensor] = {}
         self._prompts: list[PromptBatch] | None = None
-
-    @property
-    def rows(self) -> Mapping[int, torch.Tensor]:
-        """Rows of the token table whose prompts are computed now, in the batch's order, with the seeds of each."""
-        return self._seeds
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a prompt that attends to each kind of token: sinks, a block, and a token after it."""
-        return self.packing.sinks + self.packing.block_tokens + 1
-
-    @property
-    def stored(self) -> Mapping[int, torch.Tensor]:
-        """By row, int64 slots of the blocks from the sinks on that are stored in the pool; none for rows without an entry."""
-        return self._stored
 
     @contextmanager
     def computing_prompts(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
         """A context in which prompts are computed.
 
-        Args:
-            seeds: By row of the token table, int32 [tokens], seed of each token of the prompt (layouts/rounding.py).
-            stored: As :attr:`stored`. Rows may lack full KV there. The blocks end before the first token that is computed.
+        ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/block_layout.py). ``stored``: as
+        :attr:`stored`; rows may lack full KV there. The blocks end before the first token that is computed.
         """
-        self._seeds, self._stored = seeds, stored or {}
+        self.rows, self.stored = seeds, stored or {}
         try:
             yield
         finally:
-            self._seeds, self._stored, self._prompts = {}, {}, None
+            self.rows, self.stored, self._prompts = {}, {}, None
 
     def prompts(self, make: Callable[[], list[PromptBatch]]) -> list[PromptBatch]:
         """Return the prompts that ``make`` creates; they are created once for all layers of a forward."""
@@ -73,14 +68,10 @@ class QuantizedPrefill:
             self._prompts = make()
         return self._prompts
 
-    def is_computing(self, row: int) -> bool:
-        """Whether the prompt of a row is computed now."""
-        return row in self._seeds
-
     def attend(
         self, layer: int, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Causal attention of a prompt's newest tokens.
+        """Causal attention of a prompt's newest tokens: float32 [count, heads, value_dim].
 
         Args:
             layer: Index of the layer in the model.
@@ -89,9 +80,6 @@ class QuantizedPrefill:
             keys, values: The layer's buffers, [slots, kv_heads, dim].
             slots: int64 [tokens], slots of all tokens up to the last.
             scaling: Factor on query-key products.
-
-        Returns:
-            float32 [count, heads, value_dim].
         """
         sinks, block, tokens, count = self.packing.sinks, self.packing.block_tokens, len(slots), len(queries)
         known = tokens - count
@@ -126,21 +114,90 @@ class QuantizedPrefill:
         return ungroup_heads(attend_packed_and_exact(rows, far, far_sums, keys, values, len(queries)), len(queries))
 
     def _codes(self, layer: int, row: int, buffer: torch.Tensor, slots: torch.Tensor, is_value: bool) -> Partitioned:
-        """Codes of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer; stored blocks are read.
-
-        Keys are rows of tokens, values are rows of channels.
-        """
-        packing, heads, stored = self.packing, buffer.shape[1], self._stored.get(row, slots[:0])
+        """Codes of whole blocks after the sinks: rows of tokens for keys, rows of channels for values. Stored blocks are read."""
+        packing, heads, stored = self.packing, buffer.shape[1], self.stored.get(row, slots[:0])
         layout, first = packing.values if is_value else packing.keys, len(stored) // packing.block_slots * packing.block_tokens
         positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
-        numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self._seeds[row][positions].expand(heads, -1)
+        numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self.rows[row][positions].expand(heads, -1)
         made = packing.codes(numbers, positions.expand(heads, -1), is_value, layer, self.first_head, seeds)
-        block = concat_blocks(packing.read(buffer, layout, stored), made) if len(stored) else made
+        block = made
+        if len(stored):
+            both = packing.read(buffer, layout, stored), made
+            codes, scale, zero, sums = (torch.cat([getattr(part, name) for part in both], 1) for name in ("codes", "scale", "zero", "sums"))
+            block = Quantized(codes, scale, zero, sums=sums)
         return partitions_of_values(block) if is_value else partitions_of_keys(block)
 
 
-def concat_blocks(first: Quantized, rest: Quantized) -> Quantized:
-    """Concatenate blocks without outliers and positions."""
-    parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
-    codes, scale, zero, sums = parts
-    return Quantized(codes, scale, zero, sums=sums)
+REMEDY = "pass --kv-prefill exact"
+
+
+class QuantizedExtend:
+    """Replaces the ``forward_extend`` of SGLang's attention backend, whose own method still runs verifications and captures of graphs.
+
+    Its kernels compute the same as :meth:`QuantizedPrefill.attend` for one prompt after another.
+
+    Raises:
+        OptionError: The kernels do not support the head dimensions or the dtype of the pool.
+    """
+
+    def __init__(self, model_runner: "ModelRunner", prefill: QuantizedPrefill) -> None:
+        self.backend: AttentionBackend = model_runner.attn_backend
+        self.prefill = prefill
+        self._exact = self.backend.forward_extend
+        self._pool, self._table = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+        self._query_heads = model_runner.model_config.num_attention_heads // model_runner.server_args.tp_size
+        self._dtype = model_runner.dtype
+        check_prefill(prefill.packing, self._pool.get_key_buffer(0), self._pool.get_value_buffer(0))
+
+    def install(self) -> None:
+        """Replace the backend's own method, and compile the kernels in row 0, which no request has."""
+        self.backend.forward_extend = self
+        keys, packing = self._pool.get_key_buffer(0), self.prefill.packing
+        # A prompt that attends to each kind of token: sinks, a block, and a token after it.
+        tokens = min(self._table.req_to_token.shape[1], packing.sinks + packing.block_tokens + 1)
+        seeds = torch.zeros(tokens, dtype=torch.int32, device=keys.device)
+        queries = keys.new_zeros(tokens, self._query_heads, keys.shape[-1], dtype=self._dtype)
+        prompts = PromptBatch(packing, self._table.req_to_token, [0], [0], [tokens], {0: seeds})
+        integer_prefill(prompts, queries, keys, self._pool.get_value_buffer(0), 0, self.prefill.first_head, 1.0)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True, **kwargs,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
+
+        Raises:
+            ValueError: The layer asks for an attention option other than a scale.
+        """
+        if not self.prefill.rows:
+            return self._exact(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        window = layer.sliding_window_size if layer.sliding_window_size is not None and layer.sliding_window_size > -1 else None
+        asked = {**kwargs, "a cap of logits": layer.logit_cap or None, "a window": window}
+        check_supported(layer, asked, "prompts that attend to codes", REMEDY)
+        if save_kv_cache and k is not None:
+            write_kv(self._pool, layer, forward_batch, k, v)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        buffers = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
+        # Padding requests of a batch get zeros.
+        found, start = queries.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim), 0
+        for prompts in self.prefill.prompts(lambda: list(self._grouped(forward_batch))):
+            end = start + prompts.computed
+            found[start:end] = integer_prefill(
+                prompts, queries[start:end], *buffers, layer.layer_id, self.prefill.first_head, layer.scaling
+            )  # fmt: skip
+            start = end
+        return found.view(len(q), -1)
+
+    def _grouped(self, forward_batch: "ForwardBatch") -> Iterator[PromptBatch]:
+        """Split the prompts into groups whose quantized KV fits the memory for it, which is that of the longest context."""
+        known, rows = list(forward_batch.extend_prefix_lens_cpu), list(self.prefill.rows)
+        lengths = [prefix + count for prefix, count in zip(known, forward_batch.extend_seq_lens_cpu)]
+        most, table = self._table.req_to_token.shape[1], self._table.req_to_token
+        first = taken = 0
+        for index, length in enumerate([*lengths, most + 1]):
+            if taken + length > most and index > first:
+                group = slice(first, index)
+                rest = known[group], lengths[group], self.prefill.rows, self.prefill.stored
+                yield PromptBatch(self.prefill.packing, table, rows[group], *rest)
+                first, taken = index, 0
+            taken += length

@@ -10,24 +10,24 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
+    from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
+
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
-    """SGLang's ``torch_native`` backend, with an extend path that is linear in the context.
+    """SGLang's ``torch_native`` backend, with an extend path that is linear in the context. The worker sets its attributes.
 
     Attributes:
-        layout: Layout of the compressed KV at the beginning of rows; the worker sets it.
-        prefill: Attention of prompts on quantized KV; None if it is exact. The worker sets it.
+        layout: Layout of the compressed KV at the beginning of rows.
+        prefill: Attention of prompts on quantized KV; None if it is exact.
     """
 
     layout: KVLayout = PlainLayout()
-    prefill: QuantizedPrefill | None = None
+    prefill: "QuantizedPrefill | None" = None
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
         """As SGLang's, which does not pass the layer to :meth:`_run_sdpa_forward_extend`."""
@@ -62,9 +62,10 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         for row, length, count, begun in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if begun:
-                reader = LAYOUT_READERS[type(self.layout)]
-                result = reader.attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
-            elif self.prefill is not None and self.prefill.is_computing(row):
+                from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
+
+                result = LAYOUT_READERS[type(self.layout)].attend(self.layout, row, begun, queries, k_cache, v_cache, slots, scaling)
+            elif self.prefill is not None and row in self.prefill.rows:
                 result = self.prefill.attend(self._layer, row, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
@@ -97,22 +98,19 @@ def _dense_attention(
 ) -> torch.Tensor:
     """Attention of the newest tokens, [count, heads, dim], over all tokens: ``keys`` and ``values`` [length, kv_heads, dim]."""
     count, length = len(queries), len(keys)
+    mask = None
+    if 1 < count < length:
+        mask = torch.arange(length, device=queries.device) <= torch.arange(length - count, length, device=queries.device)[:, None]
     result = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.transpose(0, 1).unsqueeze(0).to(queries.dtype),
         values.transpose(0, 1).unsqueeze(0).to(queries.dtype),
-        attn_mask=_causal(count, length, queries.device) if 1 < count < length else None,
+        attn_mask=mask,
         is_causal=causal and count == length,
         scale=scaling,
         enable_gqa=enable_gqa,
     )
     return result.squeeze(0).transpose(0, 1)
-
-
-def _causal(count: int, length: int, device: torch.device) -> torch.Tensor:
-    """Which of ``length`` keys each of the last ``count`` queries sees: bool [count, length]."""
-    newest = torch.arange(length - count, length, device=device)
-    return torch.arange(length, device=device)[None, :] <= newest[:, None]
 
 
 def register() -> None:

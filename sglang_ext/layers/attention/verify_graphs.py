@@ -41,10 +41,6 @@ class VerifyGraphRunner(DecodeCudaGraphRunner):
         """Tokens of each request."""
         return self.captured_req_width
 
-    def fits(self, requests: int) -> bool:
-        """Whether a batch of ``requests`` requests was captured, or can be padded to a captured one."""
-        return requests <= self.max_bs
-
     def warm_up(self) -> None:
         """Replay each graph over slot 0, which no request owns."""
         for requests in self.capture_bs:
@@ -62,18 +58,14 @@ class VerifyGraphRunner(DecodeCudaGraphRunner):
 
 
 class VerifyGraphSet:
-    """Captured verifications of several widths: fewer tokens read the same KV in less time.
-
-    Attributes:
-        graphs: Runners by width, narrow ones first.
-    """
+    """Captured verifications of several widths: fewer tokens read the same KV in less time. ``graphs``: narrow ones first."""
 
     def __init__(self, graphs: Sequence[VerifyGraphRunner]):
         self.graphs = sorted(graphs, key=lambda graph: graph.width)
 
     def fit(self, requests: int, width: int) -> VerifyGraphRunner | None:
         """The narrowest runner for ``requests`` requests of ``width`` tokens each; None if they must run without a graph."""
-        return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
+        return next((graph for graph in self.graphs if graph.width >= width and graph.max_bs >= requests), None)
 
     def warm_up(self) -> None:
         """Replay all graphs once: a first replay takes many times as long as later ones."""
@@ -130,15 +122,7 @@ def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
 
 
 def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
-    """The batch sizes that can be captured: ``sizes`` without those that are too large for the attention's workspace.
-
-    Larger batches are verified without a graph.
-
-    Args:
-        attention: Attention of the graphs.
-        sizes: Numbers of requests, ascending.
-        width: Tokens of each request.
-    """
+    """The batch sizes, ascending, that fit the attention's workspace. Larger batches are verified without a graph."""
     has_room = getattr(attention, "has_room", None)
     found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
     if found != sizes:
@@ -162,11 +146,18 @@ def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None
 
 
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
+    """The target's own attention, for verifications of ``width`` tokens per request."""
     if name == "fa3":
-        from sglang_ext.layers.attention.verify_fa3 import VerifyFlashAttention
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-        return VerifyFlashAttention(model_runner, width)
-    from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
+        # It plans on the device, so a round does not need the lengths on the host.
+        backend = FlashAttentionBackend(model_runner, fa_impl_ver=3)
+        # SGLang has a single number of draft tokens; the graphs here have several widths.
+        backend.speculative_num_draft_tokens = width
+        # A verification may exceed the end of a context; the token table is wide enough.
+        backend.max_context_len += width
+        return backend
+    from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
 
@@ -178,9 +169,4 @@ def speculative(model_runner: "ModelRunner") -> Iterator[None]:
     try:
         yield
     finally:
-        use_plain_decoding(model_runner)
-
-
-def use_plain_decoding(model_runner: "ModelRunner") -> None:
-    """Let SGLang treat the target's runner as one of plain decoding, with one token per request."""
-    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+        forward.use_plain_decoding(model_runner)

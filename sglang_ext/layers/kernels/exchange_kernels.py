@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.system_memory import load_acquire, nanoseconds, store_release
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, load_acquire, nanoseconds, store_release
 
 # Words of a lane: the selection request in either slot, the newest request that is done, and the reply in either slot.
 LANE_WORDS = 8
@@ -30,9 +29,6 @@ QUESTION_NUMBERS = 3
 QUESTION_STRIDE = tl.constexpr(QUESTION_NUMBERS)
 # Numbers of a block of keys: staging slot, tokens, and source or target index of the first token.
 BLOCK_NUMBERS = tl.constexpr(3)
-# Device counters: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of waiting,
-# and applied rows of K and V (row_exchange/receive_rows.py).
-COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # Numbers, and pointers, that a program copies at once.
 COPIED, POINTERS = 1024, 128
 
@@ -171,8 +167,7 @@ def _push_chosen(chosen, asked, there, target, requests, most, lane_step, HEADS:
 
 @triton.jit(do_not_specialize=("heads", "written", "requests", "least", "patience"))
 def _read_words(heads, written, asked, there, out, count, requests, least, patience, BLOCK: tl.constexpr):
-    """Wait until the written word reaches ``least``, at most ``patience`` nanoseconds. Then read it and the words of all lanes, and set
-    which selection requests are published."""
+    """Wait until the written word reaches ``least``, at most ``patience`` nanoseconds. Then read all words, and set which requests are published."""
     begun, word = nanoseconds(), written.to(tl.pointer_type(tl.int64))
     found = load_acquire(word)
     while (found < least) & (nanoseconds() - begun < patience):
@@ -206,7 +201,7 @@ def _answer(heads, asked, there):
 def put_queries(
     heads: torch.Tensor, queries: torch.Tensor, pool: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """Write the queries of selection requests whose slots are free; one request per lane.
+    """Write the queries of selection requests whose slots are free; one request per lane. Returns int32 [requests], 1 for each that was written.
 
     Args:
         heads: int64 [lanes, :data:`LANE_WORDS`], in the exchange buffer.
@@ -214,9 +209,6 @@ def put_queries(
         pool: [layers, places, query_heads, dim].
         places: int64 [requests, up to window], indices in the pool, oldest first.
         numbers: int64 [requests, 2], lane and word.
-
-    Returns:
-        int32 [requests], 1 for each that was written.
     """
     requests, count = places.shape
     layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
@@ -246,8 +238,7 @@ def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor
 
 
 def signal_written(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
-    """Announce the writes of earlier kernels to the cache rank. ``word``: written word of all writes; the others as in
-    :func:`put_queries`."""
+    """Announce the writes of earlier kernels to the cache rank. ``word`` is the written word; other arguments as in :func:`put_queries`."""
     # Consecutive release stores of one thread each take a full latency, so lanes are signalled in parallel. The written word follows
     # them.
     if len(numbers):
@@ -256,16 +247,13 @@ def signal_written(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Te
 
 
 def wait_for_selections(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Make the stream wait for the replies to selection requests.
+    """Make the stream wait for the replies to selection requests. Returns int32 [requests], 1 for each that has a reply.
 
     Args:
         heads: See :func:`put_queries`.
         numbers: int64 [requests, 2 or more], lane and word first.
-        counters: int64 [5], :data:`COUNTERS`, which are incremented.
+        counters: int64 [5], which are incremented (managers/cache_rank/exchange_buffer.py:COUNTERS).
         seconds: Maximum wait in total.
-
-    Returns:
-        int32 [requests], 1 for each that has a reply.
     """
     hits = torch.empty(len(numbers), dtype=torch.int32, device=heads.device)
     _await[(1,)](heads, numbers, hits, counters, len(numbers), int(seconds * 1e9), STRIDE=numbers.shape[1], num_warps=1)
@@ -298,10 +286,8 @@ def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, tok
     """Copy blocks of tokens of all layers out of an exchange buffer in one launch.
 
     Args:
-        source: Address of the first staging slot, [places, layers, block, ...].
-        target: Address of the target, [layers, tokens, ...].
+        source, target: Addresses of the first staging slot, [places, layers, block, ...], and of the target, [layers, tokens, ...].
         blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and target index of the first token.
-        layers: Number of layers.
         token, source_layer, target_layer: 32-bit words of a token, of a layer of a staging slot, and of a layer of the target.
     """
     grid = layers, triton.cdiv(source_layer, COPIED), len(blocks)
@@ -315,8 +301,7 @@ def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: 
         source: Address of the first lane.
         asked: int64 [groups, :data:`QUESTION_NUMBERS`].
         target: int32 [groups, rows, up to length], contiguous.
-        length: 32-bit words of a row.
-        source_row: 32-bit words from a row to the next.
+        length, source_row: 32-bit words of a row, and from a row to the next.
         steps: 32-bit words from a lane to the next, and from the slot of even words to that of odd ones.
     """
     groups, rows, width = target.shape
@@ -332,8 +317,7 @@ def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, 
         chosen: int32 [layers, requests, kv_heads, most], contiguous; the first ``keep`` of each request are valid.
         asked: int64 [requests, :data:`QUESTION_NUMBERS`].
         there: int32 [requests], 1 for each published selection request. Nothing is written for the others.
-        target: Address of the exchange buffer's selections.
-        lane_step: Numbers from one slot of a selection to the next.
+        target, lane_step: Address of the exchange buffer's selections, and numbers from one slot of a selection to the next.
     """
     layers, requests, heads, most = chosen.shape
     _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
@@ -344,15 +328,13 @@ def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, 
 def read_words(
     heads: int, written: int, out: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, least: int = 0, seconds: float = 0.0
 ) -> None:
-    """Make the stream wait, then read words.
+    """Make the stream wait, at most ``seconds``, until the written word reaches ``least``. Then read words.
 
     Args:
         heads, written: Addresses of the lanes' words, and of the written word.
         out: Output, int64 [1 + lanes * LANE_WORDS]: the written word, and the words of all lanes.
         asked: int64 [requests, :data:`QUESTION_NUMBERS`].
         there: Output, int32 [requests]: 1 for each published selection request; 0 for all while the written word is below ``least``.
-        least: The stream waits until the written word reaches this value.
-        seconds: Maximum wait.
     """
     # One warp: several would wait independently, and one warp's written word would not match the lane words that another reads.
     _read_words[(1,)](
@@ -361,6 +343,5 @@ def read_words(
 
 
 def answer(heads: int, asked: torch.Tensor, there: torch.Tensor) -> None:
-    """Mark selection requests, one per lane, as done, and as answered if they keep tokens. ``heads``: address of the lanes' words; the
-    others as in :func:`push_chosen`. Only published selection requests are marked."""
+    """Mark published selection requests, one per lane, as done, and as answered if they keep tokens. ``heads``: address of the lanes' words."""
     _answer[(len(asked),)](heads, asked, there, num_warps=1)

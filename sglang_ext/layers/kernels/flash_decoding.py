@@ -1,4 +1,4 @@
-"""Shared parts of the decode kernels: online softmax, attention over exact tokens, and the merge of splits.
+"""Shared parts of the decode kernels: tile sizes, online softmax, attention over exact tokens, and the merge of splits.
 
 A request's row holds compressed tokens first, then exact tokens. The kernels split a row over programs (flash decoding). The first splits
 read the compressed KV, and the other splits read the exact tokens. :func:`merge_splits` merges all splits by log-sum-exp. It can keep
@@ -6,14 +6,39 @@ the two kinds apart, because the output of compressed tokens may have to be rota
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.gpu_launch import pdl_options
+from sglang_ext.layers.kernels.gpu_launch import halvings, pdl_options
+
+# Maximum number of query rows of a program of four warps. Registers suffice for this many.
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Sizes of one program's work: queries of a KV head and tokens per step, powers of 2, and pipeline stages of the loads."""
+
+    rows: int
+    tokens: int
+    stages: int
+
+
+@lru_cache
+def tile_choices(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> tuple[DecodeTile, ...]:
+    """Tile sizes for ``group`` queries that share a KV head, in order of preference; ``tokens`` and ``stages`` are the preferred values.
+
+    ``fewest_rows`` is the minimum of a matrix product: fewer queries are padded to this number.
+    """
+    rows = min(most_rows, max(fewest_rows, triton.next_power_of_2(group)))
+    fewer = [DecodeTile(rows, tokens, stage) for stage in range(stages, 0, -1)]
+    smaller = [DecodeTile(less, tokens, 1) for less in halvings(rows, fewest_rows)[1:]]
+    return *fewer, *smaller, *(DecodeTile(min(rows, fewest_rows), less, 1) for less in halvings(tokens)[1:])
+
 
 # Float32 numbers of partial results that one warp merges, and the maximum number of warps.
 JOINED, MOST_WARPS = 2048, 4
@@ -100,9 +125,8 @@ def merge_splits(
 ):  # fmt: skip
     """Merge the splits of one head of one request.
 
-    If ``APART``, the result over compressed tokens is stored in ``far`` and the result over exact tokens in ``near``. Otherwise ``far``
-    gets both. A program launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must
-    wait for this one itself.
+    If ``APART``, ``far`` gets the result over compressed tokens and ``near`` that over exact tokens. Otherwise ``far`` gets both. A program
+    launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must wait for this one itself.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -153,14 +177,12 @@ class SplitOutputs:
     @cached_property
     def partial(self) -> torch.Tensor:
         """Weighted means of the values: float32 [requests * heads * splits, value_dim]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads * self.num_splits, self.value_dim, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel() * self.num_splits, self.value_dim, device=self.queries.device)
 
     @cached_property
     def lse(self) -> torch.Tensor:
         """Logs of the sums of weights: float32 [requests * heads, splits]."""
-        requests, heads, _ = self.queries.shape
-        return torch.empty(requests * heads, self.num_splits, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel(), self.num_splits, device=self.queries.device)
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""

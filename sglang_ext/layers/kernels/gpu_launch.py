@@ -1,8 +1,12 @@
-"""Launches Triton kernels with tile sizes that fit the GPU, and tests for features of NVIDIA GPUs.
+"""Shared parts of kernels: launches with tile sizes that fit the GPU, tests for features of NVIDIA GPUs, pointers from addresses, and ordered
+access to shared memory.
 
 A launch uses the largest tile sizes for which the GPU has enough shared memory. One program may use 227 KiB on an H100 or B200, 163 KiB on
-an A100, and 99 KiB on an L40S or RTX 5090. Only the compiler knows how much a kernel uses. Triton compares that size with the
-device's ``shared_memory_per_block_optin`` before the kernel runs.
+an A100, and 99 KiB on an L40S or RTX 5090. Only the compiler knows how much a kernel uses.
+
+Ordered access is to 64-bit words in memory shared by processes on several GPUs (PTX, scope ``sys``), and to counts that kernels of one GPU
+await. It uses loads and stores, because GPUs joined by PCIe have no atomic operations on each other's memory. Triton's interpreter runs no
+assembly, so tests replace these functions.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -10,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from sglang_ext.core import OptionError
@@ -62,10 +67,9 @@ def capability(keys: torch.Tensor) -> tuple[int, int] | None:
 
 
 def pdl_options(keys: torch.Tensor) -> dict[str, bool]:
-    """Launch options for a kernel that can start before the previous kernel ends.
+    """Launch options for a kernel that can start before the previous kernel ends (CUDA's programmatic dependent launch).
 
-    The kernel uses CUDA's programmatic dependent launch if the GPU that holds ``keys`` supports it. ``EARLY`` tells the kernel to wait
-    for the previous kernel itself.
+    ``EARLY``, set if the GPU that holds ``keys`` supports it, tells the kernel to wait for the previous kernel itself.
     """
     found = capability(keys)
     return {"EARLY": True, "launch_pdl": True} if found is not None and found >= HOPPER else {"EARLY": False}
@@ -94,3 +98,46 @@ def padded_size(count: int) -> int:
 def halvings(most: int, least: int = 16) -> tuple[int, ...]:
     """``most``, ``most / 2`` and so on, down to ``least``. Both are powers of 2."""
     return tuple(most >> step for step in range(max(1, most.bit_length() - least.bit_length() + 1)))
+
+
+@triton.jit
+def pointer_at(address, KIND: tl.constexpr):
+    """Pointer to an address that is a multiple of 16 bytes. The hint lets the compiler vectorize loads and stores."""
+    return tl.multiple_of(address.to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def buffer_pointer(table, number, KIND: tl.constexpr):
+    """Pointer to the buffer whose address is entry ``number`` of the table. The address is a multiple of 16 bytes."""
+    return pointer_at(tl.load(table + number), KIND)
+
+
+@triton.jit
+def load_acquire(pointer):
+    """Load the word at a pointer. Its writer's earlier writes are visible afterwards."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_acquired_count(pointer):
+    """Load the int32 at a pointer, written by a kernel of this GPU. That kernel's earlier writes are visible afterwards."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def store_release(pointer, word):
+    """Store a word after all earlier writes, including those of earlier kernels of the stream, are visible."""
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.b64 [$1], $2;\nmov.b64 $0, $2;", "=l,l,l", [pointer.to(tl.int64), word.to(tl.int64)], dtype=tl.int64,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def nanoseconds():
+    """Return the device's clock in nanoseconds, from an arbitrary start."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -1,17 +1,137 @@
-"""Attention of the new tokens of each request over its paged KV, split over the context. Verification uses it.
+"""Attention of the new tokens of each request over its paged KV, split over the context: tile sizes, kernels and launch.
 
 The query heads that share a KV head, of several new tokens, form the rows of one matrix product. Keys and values are therefore read once
 for all of them (flash decoding). The kernel splits a row's context as SGLang's Triton decode kernel does, and uses the same arithmetic.
-With the same number of splits and the blocks :data:`~.verify_tile_sizes.EXACT`, each row equals a decode of that token alone, bit
+With the same number of splits and the blocks :data:`EXACT`, each row equals a decode of that token alone, bit
 for bit.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, padded_size, shape_name
-from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, VerifyTile, ContextSplits, VerifyTokens, tile_choices, request_groups
+from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting, padded_size, shape_name
+
+
+@dataclass(frozen=True)
+class VerifyTile:
+    """Sizes of one program's matrix products.
+
+    Attributes:
+        rows: Rows of the first product, a power of 2 of at least 16.
+        more_rows: Rows of a second product over the same keys, 0 or a power of 2 of at least 16.
+        tokens: Context tokens per step.
+        warps, stages: Warps of a program, and pipeline stages of the loads of keys and values.
+    """
+
+    rows: int
+    more_rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+# The sizes of SGLang's grouped decode kernel.
+EXACT = VerifyTile(rows=16, more_rows=0, tokens=32, warps=4, stages=2)
+
+
+def fast_tile(rows: int, key_bytes: int) -> VerifyTile:
+    """Tile sizes for ``rows`` rows per request: the fewest programs first, then the fewest padding rows.
+
+    Rows are the new tokens of a request times the query heads that share a KV head. With keys of ``key_bytes`` bytes, the keys and values of
+    three steps should take 96 KiB of shared memory; :func:`tile_choices` has smaller sizes.
+    """
+    tile_choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
+    first, second = min(tile_choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
+    tokens = max(16, min(64, 16384 // triton.next_power_of_2(key_bytes)))
+    return VerifyTile(first, second, tokens=tokens, warps=4 if first <= 64 else 8, stages=3)
+
+
+@lru_cache
+def tile_choices(blocks: VerifyTile) -> tuple[VerifyTile, ...]:
+    """``blocks``, then sizes that need less and less shared memory. For :data:`EXACT`, only sizes with the same arithmetic."""
+    fewer = [replace(blocks, stages=stages) for stages in range(blocks.stages, 0, -1)]
+    if blocks == EXACT:
+        return tuple(fewer)
+    shorter = [replace(fewer[-1], tokens=tokens) for tokens in halvings(blocks.tokens)[1:]]
+    least = replace((fewer + shorter)[-1], more_rows=0)
+    return *fewer, *shorter, *(replace(least, rows=rows, warps=min(least.warps, 4)) for rows in halvings(blocks.rows))
+
+
+@dataclass(frozen=True)
+class ContextSplits:
+    """Number of splits of each row's context.
+
+    Attributes:
+        max_splits: Maximum number of splits, that of the longest context.
+        tile: Tokens of a split. 0 means :attr:`max_splits` splits for every length.
+    """
+
+    max_splits: int
+    tile: int = 0
+
+    def count_for(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Number of splits for contexts of ``lengths`` tokens: int32, same shape."""
+        if self.tile:
+            return ((lengths + self.tile - 1) // self.tile).to(torch.int32)
+        return torch.full_like(lengths, self.max_splits, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class VerifyTokens:
+    """The new tokens of each request of a batch.
+
+    Attributes:
+        rows, prefixes: int64 [requests], rows of the token table, and tokens before the new ones.
+        starts: int64 [requests + 1], index of each request's first new token among all new tokens.
+        counts: New tokens of each request, on the host.
+        ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
+        parts: int32 [tokens], number of splits of each new token's context.
+    """
+
+    rows: torch.Tensor
+    prefixes: torch.Tensor
+    starts: torch.Tensor
+    counts: Sequence[int]
+    ends: torch.Tensor
+    parts: torch.Tensor
+
+
+def partial_numbers(query_heads: int, value_dim: int, splits: ContextSplits) -> int:
+    """Number of float32 values in one token's partial results."""
+    return query_heads * splits.max_splits * (value_dim + 1)
+
+
+def partial_buffers(
+    workspace: torch.Tensor, query_heads: int, value_dim: int, splits: ContextSplits
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the partial outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
+
+    Returns:
+        float32 [tokens, query_heads, splits, value_dim], and the same shape without the last dimension.
+    """
+    tokens = len(workspace) // partial_numbers(query_heads, value_dim, splits)
+    shape = (tokens, query_heads, splits.max_splits)
+    outputs, sums = workspace[: tokens * partial_numbers(query_heads, value_dim, splits)].split(
+        (tokens * query_heads * splits.max_splits * value_dim, tokens * query_heads * splits.max_splits)
+    )
+    return outputs.view(*shape, value_dim), sums.view(shape)
+
+
+def request_groups(counts: Sequence[int], room: int) -> Iterator[tuple[int, int, int, int]]:
+    """Group requests whose tokens fit in ``room`` tokens. Yields first and end request, then first and end token, of each group."""
+    first = begin = end = 0
+    for index, count in enumerate(counts):
+        if index > first and end + count - begin > room:
+            yield first, index, begin, end
+            first, begin = index, end
+        end += count
+    if counts:
+        yield first, len(counts), begin, end
 
 
 @triton.jit
@@ -125,7 +245,7 @@ def _verify_attention(
             best, total, acc = _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP)
             if MORE > 0:
                 best2, total2, acc2 = _attend(q2, k, v, places, begin2, end2, scaling, best2, total2, acc2, CAP)
-    # Partial results are indexed from the first request of this launch.
+        # Partial results are indexed from the first request of this launch.
         _store(
             partial, lse, start - origin, head0, token, head, begin, end, split, best, total, acc,
             partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,
@@ -157,12 +277,10 @@ def verify_attention(
         keys, values: The pool's buffers, [slots, kv_heads, key_dim or value_dim]. They already contain the new tokens.
         out: [tokens, query_heads, value_dim].
         token_table: int32 [rows, width], slots of each request's tokens.
-        tokens: The new tokens of each request.
-        splits: How contexts are split.
-        blocks: Sizes of the matrix products. Smaller sizes are used if the GPU has too little shared memory. Pass
-            :data:`~.verify_tile_sizes.EXACT` for the arithmetic of SGLang's decode kernel.
-        buffers: From :func:`~.verify_tile_sizes.partial_buffers`. Requests that do not fit at the same time are computed group by
-            group.
+        tokens, splits: The new tokens of each request, and how contexts are split.
+        blocks: Sizes of the matrix products; smaller ones are used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic
+            of SGLang's decode kernel.
+        buffers: From :func:`partial_buffers`. Requests that do not fit at the same time are computed group by group.
         scaling: Factor on query-key products.
         cap: Bound of the tanh (logit cap) on the products, 0 for none.
 

@@ -2,15 +2,15 @@
 
 Shared by both sides:
 
-- `protocol.py`: messages. `shared_memory.py`: memory that both processes map.
+- `protocol.py`: messages. `exchange_buffer.py`: memory that both processes map; `mapped_exchange_buffer.py` is the rank's access to it.
 
 Inference rank:
 
-- `launch.py`, `process.py`: start and end the rank processes. `rank_link.py`: connection to one rank.
-- `leases.py`: memory of requests at a rank. `client.py`: base of the clients.
-- `cpu_client.py`, `cpu_requests.py`, `step_observer.py`: client for ranks on CPUs. `on_gpu/`: ranks on GPUs.
+- `feature.py`: what the worker needs; it starts the ranks. `rank_link.py`: the process of one rank, and the connection to it.
+- `leases.py`: the requests at a rank, and their memory there.
+- `client.py`: base of the clients. `stepwise_client.py`: ranks on GPUs. `layerwise_client.py`: on CPUs.
 
 Cache rank:
 
-- `__main__.py`, `selection_server.py`: the server loop. `key_store.py`: its blocks of keys and values.
+- `__main__.py`, `selection_server.py`: the server loop. `key_store.py`: its blocks of keys and values. `selection_runner.py`: selections.
 """

@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.managers.cache_rank``: the process of a cache rank, started by an inference rank (process.py)."""
+"""``python -m sglang_ext.managers.cache_rank``: the process of a cache rank, started by an inference rank (rank_link.py)."""
 
 import argparse
 import logging
@@ -21,11 +21,11 @@ def main() -> None:
     """Serve until the inference rank ends, or until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True, help="socket of the inference rank")
-    parser.add_argument("--memory", type=int, help="inherited descriptor of shared memory; none on a GPU")
+    parser.add_argument("--memory", type=int, help="inherited descriptor of the exchange buffer; none on a GPU")
     parser.add_argument("--epoch", type=int, required=True, help="number of this process among those that the inference rank starts")
     parser.add_argument("--threads", type=int, required=True, help="threads of matrix products")
     parser.add_argument("--parent", type=int, required=True, help="process id of the inference rank")
-    parser.add_argument("--device", help="device that runs the selection; the exchange buffer is then mapped instead of shared memory")
+    parser.add_argument("--device", required=True, help="device that runs the selection")
     args = parser.parse_args()
     logging.basicConfig(format=f"%(asctime)s cache rank {os.getpid()}: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -37,18 +37,11 @@ def main() -> None:
     socket.connect(args.endpoint)
     try:
         with torch.inference_mode():
-            _rank(socket, args).serve(lambda: os.getppid() == args.parent)
+            server = SelectionServer(socket, args.memory, args.epoch, torch.device(args.device))
+            server.serve(lambda: os.getppid() == args.parent)
     except Exception:
         logger.exception("sglang-ext: the cache rank ends; the inference rank continues without it, and starts another")
         sys.exit(1)
-
-
-def _rank(socket: zmq.Socket, args: argparse.Namespace) -> SelectionServer:
-    if args.device is None:
-        return SelectionServer(socket, args.memory, args.epoch)
-    from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-
-    return GpuSelectionServer(socket, args.memory, args.epoch, torch.device(args.device))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Storage of a cache rank: blocks of keys and values that requests share, and the blocks of each request. The inference rank assigns the
 blocks."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Lease, KeyPiece, ProtocolError, BufferShape
+from sglang_ext.device import sent
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, ProtocolError, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.scoring_keys import EXACT, ExactKVRows, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
 
 
 class KeyStore:
@@ -15,22 +19,33 @@ class KeyStore:
     The inference rank tracks which blocks are in use, so it knows before it sends whether the store is full.
 
     Attributes:
-        held: Keys that are scored; the tokens of a block are contiguous.
-        rows: K and V that are sent back; None if only positions are sent.
         blocks: Number of blocks.
+        buffers: Buffers that the selection reads, like those of a KV pool; the tokens of a block are contiguous. For quantized keys: the
+            source block and the codes.
+        sent: Exact keys and values of all blocks; None if only positions are sent.
     """
 
-    def __init__(
-        self, shape: BufferShape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT, device: torch.device = torch.device("cpu")
-    ):
+    def __init__(self, attach: Attach, device: torch.device):
+        shape, scaling, self.blocks = attach.shape, attach.scaling, attach.blocks
         if len(scaling) != shape.layers:
             raise ProtocolError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
-        sizes = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
-        self.held = scoring_keys(sizes, blocks * BLOCK, device)
-        self.rows = ExactKVRows(sizes, blocks * BLOCK, self.held, device) if shape.rows else None
-        self.blocks = blocks
-        self._scaling = scaling
+        sizes, tokens = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), attach.bits), self.blocks * BLOCK
+        self._scored = scoring_keys(sizes, tokens, device)
+        exact = self._scored
+        if shape.rows and isinstance(exact, QuantizedKeys):
+            exact = ExactKeys(sizes, tokens, device)
+        # None if only codes are stored: keys are then quantized from one block.
+        self._exact = exact.keys if isinstance(exact, ExactKeys) else None
+        self._values = ExactKeys(sizes, tokens, device).keys if shape.rows else None
+        if self._exact is None:
+            self._block = torch.empty(shape.layers, BLOCK, shape.kv_heads, shape.dim, dtype=sizes.dtype, device=device)
+        keys, layers = (self._block if self._exact is None else self._exact).unbind(), tuple(range(len(scaling)))
+        codes = self._scored if isinstance(self._scored, QuantizedKeys) else None
+        self._coder = None if codes is None else KeyQuantizer(keys, codes)
+        self._device, self._first = device, torch.arange(BLOCK, device=device)
         self._leased: dict[int, list[int]] = {}
+        self.buffers = KVBuffers(layers, scaling, keys, keys, codes=codes)
+        self.sent = None if self._values is None else KVBuffers(layers, scaling, keys, self._values.unbind())
 
     def lease(self, told: Lease) -> None:
         """Set the blocks of a lane's request from index ``told.first`` on.
@@ -49,22 +64,6 @@ class KeyStore:
         """Remove the blocks of a lane's request."""
         self._leased.pop(lane, None)
 
-    def append(self, told: KeyPiece, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
-        """Copy keys, and values, into a block.
-
-        Args:
-            told: The target tokens.
-            keys: [layers, block, kv_heads, dim]; the first ``told.tokens`` tokens are valid.
-            values: Like ``keys``.
-
-        Raises:
-            ProtocolError: The tokens do not fit into the block.
-        """
-        first_slot = self.first_slot(told)
-        self.held.write(first_slot, keys[:, : told.tokens])
-        if self.rows is not None:
-            self.rows.write(first_slot, keys[:, : told.tokens], values[:, : told.tokens])
-
     def first_slot(self, told: KeyPiece) -> int:
         """Return the slot of the first token.
 
@@ -75,12 +74,6 @@ class KeyStore:
             place = f"block {told.block} (of {self.blocks} blocks of {BLOCK} tokens)"
             raise ProtocolError(f"{told.tokens} tokens at offset {told.offset} do not fit into {place}")
         return told.block * BLOCK + told.offset
-
-    def gather_keys(self, layers: slice, slots: torch.Tensor) -> KVBuffers:
-        """Gather keys of some layers at ``slots``, int64 [tokens], into contiguous buffers like those of SGLang's pool, without values."""
-        places = tuple(range(len(self._scaling)))[layers]
-        keys = tuple(self.held.read(layer, slots) for layer in places)
-        return KVBuffers(places, self._scaling[layers], keys, keys)
 
     def slots(self, lane: int, tokens: int) -> torch.Tensor:
         """Return the slots of the first ``tokens`` tokens of a lane's request: int64 [tokens].
@@ -93,3 +86,44 @@ class KeyStore:
             raise ProtocolError(f"{tokens} tokens were requested of lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
         first = torch.tensor(held[: -(-tokens // BLOCK)])[:, None] * BLOCK
         return (first + torch.arange(BLOCK)).flatten()[:tokens]
+
+    def pull(self, memory: MappedExchangeBuffer, pulls: Sequence[StagedTokens]) -> None:
+        """Copy tokens from staging slots into the store. ``pulls``: each names its first slot here.
+
+        All blocks are copied at once, or one after another if only quantized keys are stored.
+        """
+        if self._exact is None:
+            for place, tokens, first in pulls:
+                memory.pull([StagedTokens(place, tokens, 0)], self._block)
+                self._coder.code(self._first[:tokens], first)
+            return
+        for some in split_by_block(pulls):
+            memory.pull(some, self._exact)
+            if self._coder is not None:
+                self._coder.code(_target_slots(some, self._device))
+            if self._values is not None:
+                memory.pull(some, self._values, values=True)
+
+    def clear(self, tokens: int) -> None:
+        """Set the first ``tokens`` slots to zero."""
+        self._scored.clear(tokens)
+
+
+def _target_slots(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
+    """Return the target slots of the tokens, int64 [tokens], on a device."""
+    _, tokens, first = torch.tensor(pulls).unbind(1)
+    inside = torch.arange(BLOCK)
+    return sent((first[:, None] + inside)[inside < tokens[:, None]], device)
+
+
+def split_by_block(pulls: Sequence[StagedTokens]) -> Iterator[list[StagedTokens]]:
+    """Split ``pulls`` into groups without a common target block. A block that is reused by another request is thus written in the order
+    of sending."""
+    some: dict[int, StagedTokens] = {}
+    for each in pulls:
+        if each.first // BLOCK in some:
+            yield [*some.values()]
+            some = {}
+        some[each.first // BLOCK] = each
+    if some:
+        yield [*some.values()]

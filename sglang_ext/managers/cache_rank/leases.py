@@ -1,49 +1,81 @@
-"""Allocates lanes and blocks of a cache rank to requests. Runs on the inference rank, which thus knows in advance when the rank is full.
+"""Requests at a cache rank, as the inference rank sees them: lanes and blocks (:class:`KeyLeases`), and open selection requests
+(:class:`RankRequest`). The inference rank allocates lanes and blocks, so it knows in advance when the rank is full.
 
-Requests with a common prefix share full blocks of keys. Blocks are found by name. If the host knows the KV slots, a block's name is its
-slots in SGLang's pool, because rows with a common prefix in the tree share these slots. While one of the rows has a lease, its full KV is
-locked, so the slots keep their contents. Once full KV is freed or moved, slots no longer identify blocks (:meth:`KeyLeases.leave_slots`).
-On a GPU, a block's name is a hash of the tokens up to the block's end (:func:`block_hashes`).
+Requests with a common prefix share full blocks of keys. A block's name is a hash of the tokens up to the block's end
+(:func:`block_hashes`). Slots would not identify a block, because they change when full KV is freed or moved.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
-from sglang_ext.mem_cache.compressed.layouts.rounding import chained
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-
-# Returns the name of a full block, by its index in the request; None for a block that is not shared.
-Name = Callable[[int], bytes | None]
+from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
 
 
 class MemoryFull(Exception):
     """The rank has no free lane, or no free block, for a request. The text is the reason as metrics name it."""
 
 
-@dataclass
-class KeyLease:
-    """Memory of one request at a rank.
+@dataclass(frozen=True)
+class PendingSelection:
+    """A selection request whose selection the compressed KV will apply: its sequence, covered tokens, and tokens to keep for each head."""
+
+    sequence: int
+    covered: int
+    keep: int
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """Tokens whose rows a compressed KV holds.
 
     Attributes:
-        lane: Lane of the request.
-        blocks: Blocks of its tokens, in order.
-        held: Tokens whose keys were sent.
-        sequence: Sequence of the newest selection request. A lane's sequence continues across requests, so no reply is applied to another
-            request.
-        is_remote_only: The request's full KV is remote-only; its first tokens have no slots here.
+        positions: int32 [layers, kv_heads, keep], position of each row; kernels update it.
+        covered: Tokens that the compressed KV covers.
     """
 
+    positions: torch.Tensor
+    covered: int
+
+
+@dataclass
+class RankRequest:
+    """A request at a rank: its memory there, and its open selection requests.
+
+    Attributes:
+        leases: Leases at the process that has the keys.
+        lane: Lane of the request.
+        sequence: Sequence of the newest selection request for all layers. A lane's sequence continues across requests, so no reply is
+            applied to another request.
+        blocks: Blocks of its tokens, in order.
+        names: Names of the first blocks, in order. Other requests share named blocks.
+        held: Tokens whose keys were sent.
+        pending: The newest selection request of each pack, by the pack's first layer, until its selection is applied or dropped.
+        unanswered: Sequence of the selection request of each pack whose reply has not arrived, by the pack's first layer. Unused where the
+            device waits for replies.
+        is_remote_only: The request's full KV is remote-only.
+    """
+
+    leases: "KeyLeases"
     lane: int
-    blocks: list[int] = field(default_factory=list)
-    held: int = 0
     sequence: int = 0
+    blocks: list[int] = field(default_factory=list)
+    names: Sequence[bytes] = ()
+    held: int = 0
+    pending: dict[int, PendingSelection] = field(default_factory=dict)
+    unanswered: dict[int, int] = field(default_factory=dict)
     is_remote_only: bool = False
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the process that had its keys has ended."""
+        return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
 
 
 class KeyLeases:
@@ -57,7 +89,7 @@ class KeyLeases:
     """
 
     def __init__(self, link: RankLink, buffers: KVBuffers):
-        attach = link.settings.attach
+        attach = link.attach
         self.link = link
         self.epoch = link.epoch
         self.buffers = buffers
@@ -79,7 +111,7 @@ class KeyLeases:
         """Number of free lanes, that is, of requests that can be added."""
         return len(self._lanes)
 
-    def open(self) -> KeyLease:
+    def open(self) -> RankRequest:
         """Open a lease for a new request.
 
         Raises:
@@ -89,49 +121,37 @@ class KeyLeases:
         if not self._lanes:
             raise MemoryFull("no-lane")
         lane = self._lanes.pop()
-        lease = KeyLease(lane, sequence=self._sequences[lane])
-        self.link.send_message(protocol.Lease(lease.lane, 0, ()))
-        return lease
+        self.link.send_message(protocol.Lease(lane, 0, ()))
+        return RankRequest(self, lane, self._sequences[lane])
 
-    def close(self, lease: KeyLease) -> None:
+    def close(self, request: RankRequest) -> None:
         """Close the lease of a request that has ended. Blocks without another reader become free.
 
         Raises:
             RankUnavailable: The rank accepts no messages.
         """
-        self._lanes.append(lease.lane)
-        self._sequences[lease.lane] = lease.sequence
-        self._release(lease.blocks)
-        lease.blocks = []
-        self.link.send_message(protocol.Free(lease.lane))
-
-    def leave_slots(self, lease: KeyLease) -> None:
-        """Remove the names of a lease's blocks, because their source slots may get other tokens."""
-        for block in lease.blocks:
-            self._forget_name(block)
-
-    def _forget_name(self, block: int) -> None:
-        self._by_name.pop(self._names.pop(block, b""), None)
+        self._lanes.append(request.lane)
+        self._sequences[request.lane] = request.sequence
+        self._release(request.blocks)
+        request.blocks = []
+        self.link.send_message(protocol.Free(request.lane))
 
     def _release(self, blocks: Sequence[int]) -> None:
         """Remove one reader from each block, and free blocks without readers."""
         for block in blocks:
             self._readers[block] -= 1
             if not self._readers[block]:
-                self._forget_name(block)
+                self._by_name.pop(self._names.pop(block, b""), None)
                 self._free.append(block)
 
-    def extend(self, lease: KeyLease, slots: torch.Tensor, block_name: Name | None = None) -> bool:
+    def extend(self, request: RankRequest, slots: torch.Tensor) -> bool:
         """Send the missing keys of a request, as many as there are free staging slots.
 
         Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
         requests that start with the same prefix at the same time each send a part.
 
         Args:
-            lease: The request's lease.
-            slots: int64 [tokens], pool slots from the first token on. On a CPU they also name the blocks unless ``block_name`` is given. For a
-                remote-only lease (``alone``), slots of tokens that the rank already has are ignored.
-            block_name: Returns the names of full blocks.
+            slots: int64 [tokens], pool slots from the first token on. Slots of tokens that the rank already has are ignored.
 
         Returns:
             Whether the rank now has all keys.
@@ -140,83 +160,72 @@ class KeyLeases:
             MemoryFull: Too few free blocks; nothing was sent.
             RankUnavailable: The rank accepts no messages.
         """
-        block_name = block_name or (lambda index: None if lease.is_remote_only else _slots_name(slots, index))
-        self._take_blocks(lease, len(slots), block_name)
+        self._take_blocks(request, len(slots))
         pieces, puts = [], []
-        while lease.held < len(slots):
-            if self._use_shared_blocks(lease, len(slots), block_name):
+        while request.held < len(slots):
+            if self._use_shared_blocks(request, len(slots)):
                 continue
             place = self.link.place()
             if place is None:
                 break
-            (index, offset), first = divmod(lease.held, BLOCK), lease.held
+            (index, offset), first = divmod(request.held, BLOCK), request.held
             tokens = min(BLOCK - offset, len(slots) - first)
-            pieces.append(protocol.KeyPiece(lease.blocks[index], offset, tokens, place))
+            pieces.append(protocol.KeyPiece(request.blocks[index], offset, tokens, place))
             puts.append(protocol.StagedTokens(place, tokens, first))
-            lease.held += tokens
+            request.held += tokens
         if pieces:
-            self.link.send_message(protocol.Append(tuple(pieces), self.link.memory.put_keys(puts, self.buffers, slots)))
+            self.link.send_message(protocol.Append(tuple(pieces), self.link.exchange_buffer.put_keys(puts, self.buffers, slots)))
             self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
-                if piece.offset + piece.tokens == BLOCK:
-                    self._register_name(piece.block, block_name(put.first // BLOCK))
-        return lease.held >= len(slots)
+                index = put.first // BLOCK
+                is_named = piece.offset + piece.tokens == BLOCK and index < len(request.names)
+                # Another block may have the name.
+                if is_named and request.names[index] not in self._by_name:
+                    self._by_name[request.names[index]], self._names[piece.block] = piece.block, request.names[index]
+        return request.held >= len(slots)
 
-    def _find_shared_blocks(self, first: int, tokens: int, block_name: Name) -> list[int]:
-        """Return blocks, filled by other requests, that match a request's blocks from ``first`` on. Stops at the first block that does
-        not match."""
+    def _find_shared_blocks(self, request: RankRequest, first: int, tokens: int) -> list[int]:
+        """Return blocks of other requests that match a request's full blocks from ``first`` on, up to the first that does not match."""
         found: list[int] = []
-        for index in range(first, tokens // BLOCK):
-            named = block_name(index)
-            block = None if named is None else self._by_name.get(named)
-            if block is None:
+        for name in request.names[first : tokens // BLOCK]:
+            if name not in self._by_name:
                 break
-            found.append(block)
+            found.append(self._by_name[name])
         return found
 
-    def _take_blocks(self, lease: KeyLease, tokens: int, block_name: Name) -> None:
+    def _take_blocks(self, request: RankRequest, tokens: int) -> None:
         """Allocate blocks for all tokens of a request, using matching blocks of other requests first."""
-        first, needed = len(lease.blocks), -(-tokens // BLOCK)
-        taken = self._find_shared_blocks(first, tokens, block_name) if lease.held == first * BLOCK else []
+        first, needed = len(request.blocks), -(-tokens // BLOCK)
+        taken = self._find_shared_blocks(request, first, tokens) if request.held == first * BLOCK else []
         shared = len(taken)
         missing = needed - first - shared
         if missing > len(self._free):
             raise MemoryFull("memory-full")
         taken += (self._free.pop() for _ in range(missing))
-        self._assign(lease, first, taken)
-        lease.held += shared * BLOCK
+        self._assign(request, first, taken)
+        request.held += shared * BLOCK
 
-    def _use_shared_blocks(self, lease: KeyLease, tokens: int, block_name: Name) -> bool:
+    def _use_shared_blocks(self, request: RankRequest, tokens: int) -> bool:
         """Replace the next blocks by matching blocks of other requests. Return whether any matched."""
-        first, inside = divmod(lease.held, BLOCK)
-        found = [] if inside else self._find_shared_blocks(first, tokens, block_name)
+        first, inside = divmod(request.held, BLOCK)
+        found = [] if inside else self._find_shared_blocks(request, first, tokens)
         if not found:
             return False
-        before = lease.blocks[first:]
+        before = request.blocks[first:]
         # The rank gets a lease's blocks from an index on.
-        lease.blocks = lease.blocks[:first]
-        self._assign(lease, first, found + before[len(found) :])
+        request.blocks = request.blocks[:first]
+        self._assign(request, first, found + before[len(found) :])
         self._release(before)
-        lease.held += len(found) * BLOCK
+        request.held += len(found) * BLOCK
         return True
 
-    def _assign(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
+    def _assign(self, request: RankRequest, first: int, blocks: Sequence[int]) -> None:
         """Assign blocks to a request, from its block ``first`` on."""
         for block in blocks:
             self._readers[block] += 1
-        lease.blocks += blocks
+        request.blocks += blocks
         for at in range(0, len(blocks), MAX_BLOCKS_PER_LEASE):
-            self.link.send_message(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MAX_BLOCKS_PER_LEASE])))
-
-    def _register_name(self, block: int, named: bytes | None) -> None:
-        """Register a sent block under its name, unless another block has that name."""
-        if named is not None and named not in self._by_name:
-            self._by_name[named], self._names[block] = block, named
-
-
-def _slots_name(slots: torch.Tensor, index: int) -> bytes:
-    """Name of a full block: its index in the request, and its slots in the pool."""
-    return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
+            self.link.send_message(protocol.Lease(request.lane, first + at, tuple(blocks[at : at + MAX_BLOCKS_PER_LEASE])))
 
 
 def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:

@@ -1,16 +1,18 @@
 """Messages between an inference rank and a cache rank: tagged msgspec structs in MessagePack, with bounds on each field.
 
-A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in shared memory (shared_memory.py). The message about
-them is sent after they are written, so it acts as the barrier. Each message of a cache rank names its epoch. The epoch numbers the
-processes, and their memory, that one inference rank starts for a cache rank.
+A message is one ZMQ frame. Queries, keys, values and selected tokens are stored in the exchange buffer (:class:`ExchangeLayout`), whose
+words say what is written. Each message of a cache rank names its epoch. The epoch numbers the processes that one inference rank starts for a
+cache rank.
 """
 
+import math
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 20
 # Tokens in a block of keys, and of values. Blocks are the unit of transfer, storage and sharing.
 BLOCK = 64
@@ -24,6 +26,10 @@ MAX_REASON_CHARS = 2048
 
 # Bits of the number in a 64-bit word of the exchange buffer; enough for a server that runs for years. The other bits hold the epoch.
 NUMBER_BITS = 40
+# Equal to those of layers/kernels/exchange_kernels.py, which is not imported on a CPU.
+LANE_WORDS, DONE, CHOSEN, QUESTION_NUMBERS = 8, 2, 4, 3
+# Granularity of CUDA allocations, so that the IPC handle covers no other allocation.
+GRAIN = 2 << 20
 
 Epoch = Annotated[int, Meta(ge=1, lt=1 << (63 - NUMBER_BITS))]
 Lane = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
@@ -34,6 +40,11 @@ Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 Written = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
+
+
+def epoch_word(epoch: int, number: int) -> int:
+    """Return the word of a number in a process's epoch."""
+    return (epoch << NUMBER_BITS) + number
 
 
 class ProtocolError(ValueError):
@@ -55,7 +66,8 @@ class BufferShape(RankMessage):
         most: Maximum selected tokens of a KV head.
         places: Staging slots, each for one block of keys in transfer.
         rows: Values are transferred too, and K and V of selected tokens are sent back.
-        fresh: With ``rows`` in an exchange buffer: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        fresh: With ``rows``: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        packs: Packs of layers that a lane can have, each with its own words and selection requests: 1, or one for each layer.
     """
 
     layers: LayerCount
@@ -69,6 +81,104 @@ class BufferShape(RankMessage):
     places: Annotated[int, Meta(ge=1, le=MAX_PLACES)]
     rows: bool = False
     fresh: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    packs: LayerCount = 1
+
+    def entry(self, lane: int, first: int) -> int:
+        """Return the index of the words of a lane's pack that begins at layer ``first``."""
+        return lane * self.packs + first
+
+
+class PackRegion(NamedTuple):
+    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
+
+    Attributes:
+        lane: Lane of the request.
+        first: First layer.
+        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
+        pairs: Index of the pack's first pair of layer and KV head.
+    """
+
+    lane: int
+    first: int
+    numbers: int
+    pairs: int
+
+    @classmethod
+    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
+        """Return the region of the pack whose words have this index."""
+        lane, first = divmod(entry, shape.packs)
+        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
+
+
+class BufferRegion(NamedTuple):
+    """A region of the exchange buffer: its first byte, sizes and dtype."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ExchangeLayout(NamedTuple):
+    """Regions of the exchange buffer, which both sides compute from the shape.
+
+    Attributes:
+        heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
+        written: int64 [8]; the first counts the writes of the inference rank.
+        queries: [lanes, 2, layers, window, query_heads, dim].
+        keys: [places, layers, block, kv_heads, dim], staging slots.
+        chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
+        values: Like ``keys``. This and the following are empty if no values are sent.
+        records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
+        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
+        moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
+        row_keys, row_values: [lanes, pairs, fresh, dim].
+        size: Total bytes.
+    """
+
+    heads: BufferRegion
+    written: BufferRegion
+    queries: BufferRegion
+    keys: BufferRegion
+    chosen: BufferRegion
+    values: BufferRegion
+    records: BufferRegion
+    counts: BufferRegion
+    moves: BufferRegion
+    row_keys: BufferRegion
+    row_values: BufferRegion
+    size: int
+
+    @classmethod
+    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
+        """Compute the layout for ranks of this shape."""
+        dtype, by_lane, begin, regions = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
+        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
+        if not shape.rows:
+            chosen, places, lanes = pairs * shape.most, 0, 0
+        for sizes, kind in (
+            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
+            ((8,), torch.int64),
+            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
+            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((*by_lane, chosen), torch.int32),
+            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((lanes, pairs * shape.most), torch.int32),
+            ((lanes, pairs), torch.int32),
+            ((lanes, pairs, shape.fresh, 2), torch.int32),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+        ):
+            regions.append(BufferRegion(begin, sizes, kind))
+            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
+        return cls(*regions, -(-begin // GRAIN) * GRAIN)
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a view of each region, in order, of ``memory``, uint8 [size]."""
+        found = []
+        for begin, sizes, dtype in self[:-1]:
+            size = math.prod(sizes) * dtype.itemsize
+            found.append(memory[begin : begin + size].view(dtype).view(sizes))
+        return tuple(found)
 
 
 class RotaryParameters(RankMessage):
@@ -91,8 +201,7 @@ class Attach(RankMessage, tag="attach"):
         sinks, recent: Numbers of first and newest tokens that are always selected.
         turning: The rotary embedding.
         bits: Bits of the keys that the rank scores; 16 for the exact keys.
-        arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU, which both sides map (on_gpu/exchange_buffer.py); empty
-            without one.
+        arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU; empty on a CPU, where the process inherits a descriptor.
         apart: The cache rank's GPU differs from the inference rank's, so kernels of the cache rank may wait on it.
     """
 
@@ -108,10 +217,6 @@ class Attach(RankMessage, tag="attach"):
     bits: Literal[16, 8, 4] = 16
     arena: Annotated[bytes, Meta(max_length=64)] = b""
     apart: bool = False
-
-    def with_epoch(self, epoch: int) -> "Attach":
-        """Return a copy with another process's epoch."""
-        return msgspec.structs.replace(self, epoch=epoch)
 
 
 class Lease(RankMessage, tag="lease"):
@@ -141,8 +246,7 @@ class StagedTokens(NamedTuple):
 
 
 class Append(RankMessage, tag="append"):
-    """Keys are in shared memory. In an exchange buffer they are complete once its written word reaches ``number``
-    (on_gpu/exchange_buffer.py)."""
+    """Keys are in staging slots. They are complete once the written word reaches ``number``."""
 
     pieces: Annotated[tuple[KeyPiece, ...], Meta(min_length=1, max_length=MAX_PLACES)]
     number: Written = 0
@@ -152,15 +256,13 @@ class SelectionRequest(RankMessage, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
-    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A later request
-    does not build on a late or unread reply. Such a rank has at most one open selection request per pack. It writes to a slot only when
-    that slot is requested. In an exchange buffer (on_gpu/exchange_buffer.py) the next selection request may follow one that was not
-    answered in time. Only the reply to the newest one is applied.
+    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A selection
+    request may follow one of the same pack that was not answered in time. Only the reply to the newest one is applied.
 
     Attributes:
         lane: Lane of the request.
         first, count: The pack of layers.
-        sequence: Sequence number in the lane, ascending. Its parity selects the slot of the queries and of the reply.
+        sequence: Sequence number in the lane's pack, ascending. Its parity selects the slot of the queries and of the reply.
         covered: Selection is among the first ``covered`` tokens.
         keep: Tokens to select for each KV head.
         positions: Positions of the queries, ascending.
@@ -208,7 +310,7 @@ class AttachRefused(RankMessage, tag="refused"):
 
 
 class SelectionReply(RankMessage, tag="answer"):
-    """Outcome of a :class:`SelectionRequest`: selected tokens are in shared memory, or a newer selection request replaced it.
+    """Outcome of a :class:`SelectionRequest`: selected tokens are in the exchange buffer, or a newer selection request replaced it.
 
     Attributes:
         epoch: Epoch of the process.

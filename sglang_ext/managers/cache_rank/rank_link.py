@@ -1,19 +1,21 @@
 """Connection of the inference rank to one cache rank: starts, watches and restarts its process, and exchanges messages."""
 
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.process import RankProcess
-from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +33,78 @@ SETTLED_SECONDS = 60.0
 MIN_PACK, MAX_PACK, MESSAGE_SHARE = 4, 12, 0.1
 # Number of pings, and the wait for each. A later look, as by an idle scheduler, would measure its own delay.
 PINGS, PING_SECONDS = 5, 0.02
+# Maximum queued messages to a process that reads none. Beyond that, sending fails at once.
+QUEUED = 4096
+
+
+class RankProcess:
+    """One process of a cache rank, from start to end.
+
+    Args:
+        exchange_buffer: Memory that both map. Its words are reset for this process.
+        epoch: Number of this process among those started for the rank.
+        threads: Threads for its matrix products.
+
+    Attributes:
+        socket: Socket to the process. No other user can connect, because the folder belongs to this user.
+        pid: Process id.
+
+    Raises:
+        OSError: The system has no memory or cannot start a process.
+    """
+
+    def __init__(self, exchange_buffer: ExchangeBuffer, epoch: int, threads: int):
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-")  # mode 700
+        descriptor = exchange_buffer.begin(epoch)
+        try:
+            self.socket = zmq.Context.instance().socket(zmq.DEALER)
+            self.socket.set_hwm(QUEUED)
+            self.socket.linger, self.socket.maxmsgsize = 0, protocol.MAX_MESSAGE_BYTES
+            endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
+            self._bind(endpoint)
+            self._process = self._start(endpoint, descriptor, epoch, threads, exchange_buffer.rank_device)
+            self.pid = self._process.pid
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _bind(self, endpoint: str) -> None:
+        """Bind the socket. A bind error, as of a TMPDIR of more than about 70 characters, is raised as :class:`OSError`."""
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
+
+    def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str) -> subprocess.Popen:
+        given = {
+            "endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": device
+        }  # fmt: skip
+        flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        # Idle OpenMP threads must not spin, because the inference rank needs the cores.
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, "-m", "sglang_ext.managers.cache_rank", *flags]
+        return subprocess.Popen(command, pass_fds=() if descriptor is None else (descriptor,), stdin=subprocess.DEVNULL, env=env)
+
+    def connected(self) -> None:
+        """Delete the socket's file, because the process has connected. The file would outlive a killed process."""
+        self._folder.cleanup()
+
+    @property
+    def ended(self) -> int | None:
+        """Exit status; None while the process runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kill the process, even if it is stopped, and free its resources."""
+        self._process.kill()
+        self._process.wait()
+        self.socket.close(0)
+        self._folder.cleanup()
 
 
 class RankUnavailable(Exception):
     """The rank cannot be used now. The text is the reason as metrics name it."""
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """Configuration of all cache ranks of an inference rank.
-
-    Attributes:
-        attach: First message; the epoch is set for each process.
-        pack: Layers of a pack; 0 to measure it.
-        threads: Threads of each process.
-        silence: Seconds without a message after which a process is ended.
-    """
-
-    attach: protocol.Attach
-    pack: int = 0
-    threads: int = 1
-    silence: float = SILENCE_SECONDS
 
 
 class Pack(NamedTuple):
@@ -77,27 +130,37 @@ class RankLink:
     """Connection to a cache rank across restarts of its process.
 
     Args:
-        settings: Configuration of all ranks.
-        begin: Starts a process.
+        attach: First message, without the epoch and the device's numbers.
+        exchange_buffer: Memory that is shared with each process of the rank.
+        silence: Seconds without a message after which a process is ended.
+        pack: Layers of a pack; 0 to measure it; None for all layers of a step in one selection request.
+        threads: Threads of each process.
+        start_process: Starts a process.
 
     Attributes:
-        epoch: Number of the process. Leases name it, and are void in another epoch.
+        attach: First message; the epoch is set for each process.
+        down_reason: Why the rank is not ready, as metrics name it.
+        epoch: Number of processes started. It numbers the running one. Leases name it, and are void in another epoch.
         packs: Division of the layers; set once the rank is :attr:`ready`.
-        starts: Number of processes started.
         seconds: Duration of the last pack's selection.
         replies: Replies of this process that were not processed yet, newest last.
     """
 
-    def __init__(self, settings: RankSettings, start_process: Callable[..., RankProcess] = RankProcess):
-        self.settings = settings
+    def __init__(
+        self, attach: protocol.Attach, exchange_buffer: ExchangeBuffer, silence: float = SILENCE_SECONDS, pack: int | None = None,
+        threads: int = 1, start_process: Callable[[ExchangeBuffer, int, int], RankProcess] = RankProcess,
+    ):  # fmt: skip
+        apart = attach.apart or exchange_buffer.device != torch.device(exchange_buffer.rank_device)
+        self.attach = msgspec.structs.replace(attach, arena=exchange_buffer.handle, apart=apart)
+        self.exchange_buffer, self._silence_when_ready, self._threads = exchange_buffer, silence, threads
+        self._pack = attach.shape.layers if pack is None else pack
         self.epoch = 0
         self.packs: tuple[Pack, ...] = ()
-        self.starts = 0
         self.seconds = 0.0
         self.replies: list[protocol.SelectionReply] = []
         self._start_process = start_process
         self._process: RankProcess | None = None
-        self._down_reason = "starting"
+        self.down_reason = "starting"
         self._failures = 0
         self._restart_time = self._ready_since = 0.0
         # State of the running process: time of its last message, whether `Attach` was sent, seconds of one layer's selection.
@@ -119,19 +182,9 @@ class RankLink:
         return self._failures >= MAX_STARTS
 
     @property
-    def down_reason(self) -> str:
-        """Why the rank is not ready, as metrics name it."""
-        return self._down_reason
-
-    @property
     def pid(self) -> int | None:
         """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
-
-    @property
-    def memory(self) -> "SharedMemory | ExchangeBuffer":
-        """Memory shared with the running process."""
-        return self._process.memory
 
     def poll(self) -> None:
         """Receive messages, end a silent process, and start a new one if none runs. Does not block."""
@@ -150,8 +203,8 @@ class RankLink:
     def _silence(self) -> float:
         """Seconds without a message after which the process is ended."""
         if self.ready:
-            return self.settings.silence
-        return max(ATTACH_SECONDS, self.settings.silence) if self._attach_sent else START_SECONDS
+            return self._silence_when_ready
+        return max(ATTACH_SECONDS, self._silence_when_ready) if self._attach_sent else START_SECONDS
 
     def _has_ended(self) -> bool:
         """Return whether the process has ended; if so, record the failure."""
@@ -162,21 +215,19 @@ class RankLink:
 
     def _start(self) -> None:
         self.epoch += 1
-        self.starts += 1
         self._last_message_time, self._attach_sent, self._pinged, self._round_trips = time.monotonic(), False, {}, []
-        shape = self.settings.attach.shape
-        self._free_places = list(range(shape.places))
+        self._free_places = list(range(self.attach.shape.places))
         try:
-            self._process = self._start_process(shape, self.epoch, self.settings.threads)
+            self._process = self._start_process(self.exchange_buffer, self.epoch, self._threads)
         except OSError as error:
             self._fail("ended", f"it did not start: {error}")
 
     def _fail(self, down_reason: str, told: str) -> None:
         if self.ready and time.monotonic() - self._ready_since >= SETTLED_SECONDS:
             self._failures = 0
-        self.packs, self.replies, self._free_places, self._down_reason = (), [], [], down_reason
+        self.packs, self.replies, self._free_places, self.down_reason = (), [], [], down_reason
         if self._process is not None:
-            alone = "; requests with remote-only KV there are computed again" if self.settings.attach.shape.rows else ""
+            alone = "; requests with remote-only KV there are computed again" if self.attach.shape.rows else ""
             logger.warning("sglang-ext: cache rank (process %s): %s; its requests continue without it for now%s", self.pid, told, alone)
             self._process.end()
             self._process = None
@@ -203,13 +254,13 @@ class RankLink:
             RankUnavailable: The rank is not ready, or its queue is full. In the second case its process is ended.
         """
         if self._process is None:
-            raise RankUnavailable(self._down_reason)
+            raise RankUnavailable(self.down_reason)
         try:
             self._process.socket.send(protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             if not self._has_ended():
                 self._fail("silent", "it accepts no more messages")
-            raise RankUnavailable(self._down_reason) from None
+            raise RankUnavailable(self.down_reason) from None
 
     @property
     def has_free_place(self) -> bool:
@@ -255,7 +306,7 @@ class RankLink:
             case protocol.Heartbeat() if not self._attach_sent:
                 self._attach_sent = True
                 self._process.connected()
-                self.send_message(self.settings.attach.with_epoch(self.epoch))
+                self.send_message(msgspec.structs.replace(self.attach, epoch=self.epoch))
             case protocol.Heartbeat() if message.number in self._pinged:
                 self._round_trips.append(time.monotonic() - self._pinged.pop(message.number))
                 if len(self._round_trips) == PINGS:
@@ -275,13 +326,12 @@ class RankLink:
                 self.wait(left)
 
     def _become_ready(self) -> None:
-        shape, asked = self.settings.attach.shape, self.settings.pack
-        count = asked or choose_pack_size(min(self._round_trips), self._layer_seconds)
-        self.packs, self._ready_since = split_into_packs(shape.layers, count), time.monotonic()
+        count = self._pack or choose_pack_size(min(self._round_trips), self._layer_seconds)
+        self.packs, self._ready_since = split_into_packs(self.attach.shape.layers, count), time.monotonic()
         logger.info(
             "sglang-ext: cache rank (process %d, start %d) is ready: room for %d tokens, packs of up to %d layers, a message and back "
             "%.2f ms, a layer of 1024 tokens %.2f ms",
-            self.pid, self.epoch, self.settings.attach.blocks * protocol.BLOCK, max(pack.count for pack in self.packs),
+            self.pid, self.epoch, self.attach.blocks * protocol.BLOCK, max(pack.count for pack in self.packs),
             min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
 

@@ -1,85 +1,71 @@
-"""The server loop of a cache rank: stores keys, and selects the tokens of each request's next step with the server's method
-(compressors/spade.py).
+"""The server loop of a cache rank: copies keys from the exchange buffer, and writes selections to it (exchange_buffer.py).
 
-With values, the rank also sends K and V of selected tokens that the request's compressed KV lacks. The loop waits for messages, copies
-keys as they arrive, and serves selection requests one after another. Of two selection requests for the same request and pack it serves
-only the newer. The process ends on SIGTERM, and when its parent process has ended.
+With values, the rank also sends K and V of selected tokens that a request's compressed KV lacks.
+
+A message arrives as soon as the inference rank's host has launched the kernels that write to the exchange buffer, on a CPU after the data is
+written. The server uses the announced data once the words in the buffer show that it is written. Of two selection requests for the same
+request and pack of layers it answers only the newer. It answers the selection requests of several requests in one batch, but those of packs
+one after another, oldest first.
+
+If no other work is pending, the server on a GPU launches the kernels of the next batch early (selection_runner.py). A first kernel waits for
+the batch. So no launch delays the reply. The server does not answer selection requests that are not published in time; the host checks
+afterwards which ones were.
+
+The process ends on SIGTERM, and when its parent process has ended.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import groupby, takewhile
 from typing import NoReturn
 
 import torch
 import zmq
 
-from sglang_ext.periodic import run_periodically
+from sglang_ext.core import OptionError, run_periodically
+from sglang_ext.device import Mark
 from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
 from sglang_ext.managers.cache_rank.key_store import KeyStore
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError
-from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, map_memory
-from sglang_ext.mem_cache.compressed.row_exchange import missing_mask
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError, StagedTokens, epoch_word
+from sglang_ext.managers.cache_rank.selection_runner import SelectionRunner
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 BEAT_SECONDS = 0.2
+# Maximum wait of the device, and the host, for the batch of a launch ahead. A heartbeat fits in between.
+AHEAD_SECONDS = BEAT_SECONDS / 2
 # Tokens of the selection at start that measures its duration.
 PROBE_TOKENS = 1024
 
 
-@dataclass
-class SelectionQueue:
-    """Waiting selection requests, oldest first; only the newest for each request and pack."""
-
-    waiting: dict[tuple[int, int], protocol.SelectionRequest] = field(default_factory=dict)
-
-    def add(self, selection_request: protocol.SelectionRequest) -> protocol.SelectionRequest | None:
-        """Add a selection request. Return the one that it replaces, or None."""
-        # Append at the end: the oldest selection request is served first.
-        older = self.waiting.pop((selection_request.lane, selection_request.first), None)
-        self.waiting[selection_request.lane, selection_request.first] = selection_request
-        return older
-
-    def drop(self, lane: int) -> list[protocol.SelectionRequest]:
-        """Remove and return the selection requests of a lane."""
-        return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
-
-    def all(self) -> list[protocol.SelectionRequest]:
-        """Remove and return all waiting selection requests, oldest first."""
-        taken, self.waiting = [*self.waiting.values()], {}
-        return taken
-
-    def next(self) -> protocol.SelectionRequest | None:
-        """Remove and return the oldest selection request; None if the queue is empty."""
-        return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
-
-
 class SelectionServer:
-    """Serves one inference rank over one socket.
+    """Serves one inference rank over one socket and an exchange buffer.
 
     Args:
         socket: Socket connected to the inference rank.
-        descriptor: Descriptor of the memory that both map.
+        descriptor: Descriptor of the exchange buffer on a CPU; None on a GPU, where the first message carries its handle.
         epoch: Epoch of this process.
         device: Device that runs the selection.
     """
 
-    def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device = torch.device("cpu")):
-        self._socket = socket
-        self._device = device
-        self._descriptor = descriptor
-        self._epoch = epoch
-        self._queue = SelectionQueue()
-        self._memory: SharedMemory | None = None
-        self._taken: list[int] = []
+    def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
+        self._socket, self._descriptor, self._epoch, self._device = socket, descriptor, epoch, device
+        # Selection requests that were published, by lane and first layer, oldest first.
+        self._waiting: dict[tuple[int, int], protocol.SelectionRequest] = {}
+        self._memory: MappedExchangeBuffer | None = None
         # Guards the socket, because another thread may send heartbeats.
         self._sending, self._last_heartbeat = threading.Lock(), 0.0
+        self._by_kernels, self._on_other_gpu = descriptor is None, False
+        self._announced: deque[protocol.Append | protocol.SelectionRequest] = deque()
+        # By index of the words, the word of the newest selection request that was not written because its slot was in use.
+        self._unwritten: dict[int, int] = {}
 
     def serve(self, is_running: Callable[[], bool]) -> None:
         """Run until ``is_running`` returns False. It is called several times a second.
@@ -89,15 +75,11 @@ class SelectionServer:
         """
         self._send(protocol.Heartbeat(self._epoch))
         while is_running():
-            self._receive(0 if self._busy else int(BEAT_SECONDS * 1000))
+            # Waiting work must not wait for the next message.
+            self._receive(0 if self._announced or self._waiting else int(BEAT_SECONDS * 1000))
             self._answer_next()
             if time.monotonic() - self._last_heartbeat > BEAT_SECONDS:
                 self._beat()
-
-    @property
-    def _busy(self) -> bool:
-        """Whether work waits, so that the loop must not block for the next message."""
-        return bool(self._queue.waiting)
 
     def _beat(self) -> None:
         """Send a heartbeat. Skip it if the queue is full because an idle inference rank does not read."""
@@ -120,9 +102,6 @@ class SelectionServer:
             except zmq.Again:
                 break
             self._handle(protocol.decode_to_rank(frame))
-        if self._taken:
-            self._send(protocol.PlacesFreed(self._epoch, tuple(self._taken)))
-            self._taken = []
 
     def _handle(self, message: protocol.ToRank) -> None:
         match message:
@@ -137,27 +116,33 @@ class SelectionServer:
             case protocol.Append():
                 self._append(message)
             case protocol.Lease():
-                self._lease(message)
+                self._store.lease(message)
+                self._answering.forget(message.lane)
             case protocol.Free():
-                for selection_request in self._drop(message.lane):
-                    self._skip(selection_request)
+                for request in self._drop(message.lane):
+                    self._skip(request)
                 self._store.free(message.lane)
 
-    def _on_selection_request(self, selection_request: protocol.SelectionRequest) -> None:
-        self._skip(self._queue.add(selection_request))
+    def _on_selection_request(self, request: protocol.SelectionRequest) -> None:
+        shape = self._memory.shape
+        last = request.first + request.count
+        is_valid = last <= shape.layers and (shape.packs > 1 or request.count == shape.layers) and request.lane < shape.lanes
+        if not is_valid or request.keep > min(request.covered, shape.most):
+            raise ProtocolError(f"{request} goes beyond {shape}")
+        self._announced.append(request)
 
     def _append(self, told: protocol.Append) -> None:
-        memory = self._memory
-        for piece in told.pieces:
-            self._store.append(piece, memory.keys[piece.place], memory.values[piece.place] if memory.shape.rows else None)
-            self._taken.append(piece.place)
-
-    def _lease(self, told: protocol.Lease) -> None:
-        self._store.lease(told)
+        last = max(piece.place for piece in told.pieces)
+        if last >= self._memory.shape.places:
+            raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
+        self._announced.append(told)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
         """Remove and return the selection requests of a lane."""
-        return self._queue.drop(lane)
+        requests = [each for each in self._announced if isinstance(each, protocol.SelectionRequest) and each.lane == lane]
+        self._announced = deque(each for each in self._announced if each not in requests)
+        self._answering.forget(lane)
+        return [self._waiting.pop(key) for key in [*self._waiting] if key[0] == lane] + requests
 
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
@@ -176,66 +161,171 @@ class SelectionServer:
         raise ProtocolError(reason)
 
     def _open(self, told: protocol.Attach) -> None:
-        """Allocate the key store, and map the shared memory."""
-        self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits)
-        self._memory = map_memory(told.shape, self._descriptor)
-        os.close(self._descriptor)
+        """Allocate the key store, and map the exchange buffer."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            self._store = KeyStore(told, self._device)
+            self._memory = MappedExchangeBuffer(told.shape, self._device, told.arena, self._descriptor)
+        except ExchangeBufferError as error:
+            self._refuse(str(error))
+        except torch.OutOfMemoryError as error:
+            self._refuse_room(f"{'full KV' if told.shape.rows else 'keys'} of {told.blocks * BLOCK} tokens", error)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._on_other_gpu = told.apart
+        self._answering = SelectionRunner(self._memory, self._store, self._method, self._rotary, self._device, self._by_kernels)
 
     def _probe(self) -> float:
-        """Return seconds of one layer's selection, measured the second time because the first is slower."""
-        tokens, shape = min(PROBE_TOKENS, self._store.blocks * BLOCK), self._memory.shape
-        self._store.held.write(0, torch.zeros(shape.layers, tokens, shape.kv_heads, shape.dim))
-        queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
+        """Compile and load all kernels, then return seconds of one layer's selection, measured the second time."""
+        shape, tokens = self._memory.shape, min(PROBE_TOKENS, self._store.blocks * BLOCK)
+        self._store.clear(tokens)
+        if self._by_kernels:
+            try:
+                self._warm_up_lengths(tokens)
+            except torch.OutOfMemoryError as error:
+                self._refuse_room("selections in addition to the stored KV", error)
+            except OptionError as error:
+                self._refuse(f"its GPU cannot select tokens: {error}")
         for _ in range(2):
             begun = time.perf_counter()
-            self._choose(torch.arange(tokens), slice(0, 1), queries, (tokens,), max(1, tokens // 8))
-        return time.perf_counter() - begun
+            self._store.pull(self._memory, [StagedTokens(0, 1, 0)])
+            self._run_dummy_batch(tokens, tokens)
+            self._wait()
+        return (time.perf_counter() - begun) / shape.layers
+
+    def _refuse_room(self, what: str, error: torch.OutOfMemoryError) -> NoReturn:
+        self._refuse(
+            f"its GPU has no room for {what}: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu ({error})"
+        )
+
+    def _run_dummy_batch(self, tokens: int, cleared: int) -> None:
+        """Run a batch of one dummy request among ``tokens`` tokens, in the first ``cleared`` slots, with the initial word of lanes."""
+        shape = self._memory.shape
+        keep = max(1, min(shape.most, tokens // 8))
+        request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
+        self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
+        prepared = self._answering.prepare([request], [self._word(request)], again=True)
+        self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
+        prepared.launch()
+        self._answering.forget(0)
+
+    def _warm_up_lengths(self, cleared: int) -> None:
+        """Run one selection for each context length with another kernel, so that no request waits for a compiler or for loading."""
+        from sglang_ext.layers.kernels.select_tokens import compile_ahead, kernel_lengths
+
+        longest, always = self._store.blocks * BLOCK, (self._method.sinks, self._method.recent)
+        compile_ahead(self._store.buffers.keys[0], self._memory.shape.query_heads, always, longest)
+        # Longest first, so that the others reuse its memory.
+        for length in reversed(kernel_lengths(longest)):
+            self._run_dummy_batch(length, cleared)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the device has finished its work."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _entry(self, request: protocol.SelectionRequest) -> int:
+        return self._memory.shape.entry(request.lane, request.first)
+
+    def _word(self, request: protocol.SelectionRequest) -> int:
+        return epoch_word(self._epoch, request.sequence)
+
+    def _skip(self, request: protocol.SelectionRequest | None) -> None:
+        if request is not None:
+            self._memory.skip_requests([(self._entry(request), self._word(request))])
+            self._send(self._build_reply(request, False, 0.0))
 
     def _answer_next(self) -> None:
-        selection_request = self._queue.next()
-        if selection_request is None:
-            return
-        begun, memory, layers = time.perf_counter(), self._memory, slice(selection_request.first, selection_request.first + selection_request.count)
-        shape = memory.shape
-        is_valid = layers.stop <= shape.layers and selection_request.lane < shape.lanes
-        if not is_valid or selection_request.keep > min(selection_request.covered, shape.most):
-            raise ProtocolError(f"{selection_request} goes beyond {shape}")
-        queries = memory.get_queries(selection_request.lane, selection_request.sequence, layers, len(selection_request.positions))
-        slots = self._store.slots(selection_request.lane, selection_request.covered)
-        kept = self._choose(slots, layers, queries, selection_request.positions, selection_request.keep)
-        if self._store.rows is not None:
-            self._put_rows(selection_request, slots, kept)
-        memory.put_selection(
-            self._epoch, selection_request.lane, selection_request.sequence, selection_request.first, selection_request.covered, kept
-        )
-        self._send(self._build_reply(selection_request, True, time.perf_counter() - begun))
+        # Keys that arrived with selection requests count in their duration.
+        begun, answered = Mark.now(self._device), []
+        if self._announced:
+            self._pull(*self._memory.read_words())
+        if coming := self._next_batch():
+            answered += self._answer_ahead(coming)
+            begun = Mark.now(self._device)
+        # Packs are answered one after another, whole steps together.
+        taken = [*self._waiting][: 1 if self._memory.shape.packs > 1 else None]
+        for _, group in groupby(sorted(map(self._waiting.pop, taken), key=_batch_key), key=_batch_key):
+            answered += self._answer(list(group), begun)
+            begun = Mark.now(self._device)
+        newest = {self._entry(request): self._word(request) for request in answered}
+        passed = [(entry, word) for entry, word in self._unwritten.items() if word > newest.get(entry, 0)]
+        if passed:
+            # Mark their predecessors as done, so that slots are free again.
+            self._memory.skip_requests(passed)
+        self._unwritten.clear()
 
-    def _put_rows(self, selection_request: protocol.SelectionRequest, slots: torch.Tensor, kept: torch.Tensor) -> None:
-        """Write K and V of selected positions, int64 [pack layers, kv_heads, keep], that the compressed KV lacks."""
-        memory, layers = self._memory, slice(selection_request.first, selection_request.first + selection_request.count)
-        fresh = missing_mask(kept, memory.get_held(selection_request.lane, selection_request.sequence, layers, selection_request.keep))
-        row_keys, row_values = memory.rows(selection_request.lane, selection_request.sequence)
-        for layer, (these, positions) in enumerate(zip(fresh, kept), selection_request.first):
-            heads, index = these.nonzero(as_tuple=True)
-            keys, values = self._store.rows.read(layer, slots[positions[heads, index]], heads)
-            row_keys[layer, heads, index], row_values[layer, heads, index] = keys, values
-        memory.put_fresh(selection_request.lane, selection_request.sequence, selection_request.first, fresh)
+    def _next_batch(self) -> list[protocol.SelectionRequest]:
+        """Return the batch that is published next, if it is the only pending work and can be answered together; otherwise an empty list."""
+        first = self._announced[0] if self._announced else None
+        if not self._on_other_gpu or self._waiting or not isinstance(first, protocol.SelectionRequest):
+            return []
+        requests = [*takewhile(lambda each: isinstance(each, protocol.SelectionRequest) and each.number == first.number, self._announced)]
+        whole = len(requests) == first.together == len({request.lane for request in requests})
+        return requests if whole and len({_batch_key(request) for request in requests}) == 1 else []
 
-    def _choose(
-        self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
-    ) -> torch.Tensor:
-        """Select the positions that the heads of a pack of layers read: int64 [layers, kv_heads, keep], ascending."""
-        # Gather the keys once, for all uses during scoring.
-        buffers, places = self._store.gather_keys(layers, slots), torch.arange(len(slots))
-        context = ContextKV(buffers, places, queries, torch.tensor(positions), self._rotary)
-        return self._method.select(context, [Part(0, len(slots), keep)])[0]
+    def _answer_ahead(self, requests: Sequence[protocol.SelectionRequest]) -> list[protocol.SelectionRequest]:
+        """Launch a batch ahead of its publication, and take other data that has arrived. Return what was published in time."""
+        words = [self._word(request) for request in requests]
+        # Prepare before the device waits: copies from the host would wait for it.
+        inputs, launch = self._answering.prepare(requests, words, again=True)
+        number = epoch_word(self._epoch, requests[0].number)
+        seen = self._memory.await_words(inputs.asked, inputs.there, number, AHEAD_SECONDS)
+        begun = Mark.now(self._device)
+        launch()
+        done = Mark.now(self._device)
+        written, heads = seen()
+        # Use the same words as the device.
+        there = [request for request in requests if written >= number and self._is_published(request, heads)]
+        self._announced = deque(each for each in self._announced if each not in there)
+        self._pull(written, heads)
+        self._send_replies(there, begun, done)
+        return there
 
-    def _skip(self, selection_request: protocol.SelectionRequest | None) -> None:
-        if selection_request is not None:
-            self._send(self._build_reply(selection_request, False, 0.0))
+    def _is_published(self, request: protocol.SelectionRequest, heads: Sequence[Sequence[int]]) -> bool:
+        return heads[self._entry(request)][self._word(request) % 2] == self._word(request)
 
-    def _build_reply(self, selection_request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
-        return protocol.SelectionReply(
-            self._epoch, selection_request.lane, selection_request.first, selection_request.count, selection_request.sequence, chosen, seconds,
-            time.monotonic(), together,
-        )
+    def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
+        """Take the announced data that the words show as written. Keys announced after a selection request wait until it is answered."""
+        taken: list[StagedTokens] = []
+        while self._announced and epoch_word(self._epoch, self._announced[0].number) <= written:
+            message = self._announced[0]
+            if isinstance(message, protocol.Append):
+                if self._waiting:
+                    break
+                taken += (StagedTokens(piece.place, piece.tokens, self._store.first_slot(piece)) for piece in message.pieces)
+            elif self._is_published(message, heads):
+                # Append the newer one at the end: the oldest is answered first.
+                self._skip(self._waiting.pop((message.lane, message.first), None))
+                self._waiting[message.lane, message.first] = message
+            else:
+                self._unwritten[self._entry(message)] = self._word(message)
+                self._send(self._build_reply(message, False, 0.0))
+            self._announced.popleft()
+        if taken:
+            self._store.pull(self._memory, taken)
+            self._wait()
+            self._send(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
+
+    def _answer(self, requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
+        """Answer and return published selection requests of one :func:`_batch_key`. ``begun``: start of their work."""
+        self._answering.prepare(requests, [self._word(request) for request in requests]).launch()
+        self._send_replies(requests, begun, Mark.now(self._device))
+        return requests
+
+    def _send_replies(self, requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
+        """Wait until selection requests are answered, and send the replies."""
+        self._wait()
+        for request in requests:
+            self._send(self._build_reply(request, True, begun.until(done), len(requests)))
+
+    def _build_reply(self, request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+        numbers = request.lane, request.first, request.count, request.sequence
+        return protocol.SelectionReply(self._epoch, *numbers, chosen, seconds, time.monotonic(), together)
+
+
+def _batch_key(request: protocol.SelectionRequest) -> tuple[int, int]:
+    """Key of the selection requests that can be answered together."""
+    return len(request.positions), request.ahead

@@ -1,1 +1,1 @@
-"""Offloading of full KV to the host: load reservations, the cost model and the policy."""
+"""Offloading of full KV to the host: the feature of the worker, its provider, schedule, cost model and policy."""

@@ -6,11 +6,16 @@ Full KV on the device is verified when a round's drafts are complete. For full K
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.spec_decode.full_kv import FullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 # Relative change of the link's bandwidth from which planned loads are rescaled.
 BANDWIDTH_TOLERANCE = 0.1
@@ -25,14 +30,16 @@ class OffloadedFullKV(FullKVProvider):
         residency: Tracks whose full KV is on the device.
         bytes_per_token: Bytes of full KV per token.
         drafts_per_load: Pending drafts of a request before its full KV is loaded.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
         verifying_rows: Rows that verify in this iteration.
         waited_rounds: Iterations that loaded full KV waited for its verification, in total.
     """
 
     scheduler: VerificationScheduler
-    residency: Residency
+    residency: Residency = field()
     bytes_per_token: int
-    drafts_per_load: int
+    drafts_per_load: int = field()
+    policy: OffloadPolicy | None = None
     verifying_rows: set[int] = field(default_factory=set)
     waited_rounds: int = 0
     _reserved: set[int] = field(default_factory=set)
@@ -42,20 +49,21 @@ class OffloadedFullKV(FullKVProvider):
 
     def deferring_loads(self) -> AbstractContextManager[None]:
         """Postpone loads to the end of the context, in which a round is planned and launched."""
-        return self.residency.tree.host.tier.defer_transfers()
+        return self.residency.host.tier.defer_transfers()
 
-    def on_round_start(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Start a round. Requests whose full KV has arrived verify in it.
 
         Args:
+            reqs: The requests of the round.
             drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
             iteration_seconds: Measured duration of a round. None if not known yet.
         """
         self.residency.collect_loads()
         self.residency.update(drafting)
         if iteration_seconds:
-            self.scheduler.iteration_seconds = iteration_seconds
-        self.scheduler.memory = self.residency.load_capacity
+            self.scheduler.link.capacity = iteration_seconds
+        self.scheduler.memory.capacity = self.residency.load_capacity
         self._measure_link()
         self.scheduler.advance()
         self.verifying_rows = set()
@@ -74,7 +82,7 @@ class OffloadedFullKV(FullKVProvider):
 
     def _measure_link(self) -> None:
         """Rescale the planned loads to the measured bandwidth."""
-        bandwidth = self.residency.tree.reloads.link.restored
+        bandwidth = self.residency.host.link.restored
         before = self._bandwidth or bandwidth
         if bandwidth is not None and abs(bandwidth - before) > BANDWIDTH_TOLERANCE * before:
             self.scheduler.rescale_link(before / bandwidth)
@@ -93,35 +101,39 @@ class OffloadedFullKV(FullKVProvider):
         """
         offloaded = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
         resident = [row for row in rounds if row in ripe and row not in offloaded]
-        self._reserve(rounds)
-        self._start()
+        self._reserve_and_start(rounds)
         for row in resident:
             if not self.residency.missing_tokens(row) and self.residency.load(row) and self.residency.ready(row):
                 self.verifying_rows.add(row)
         # Their full KV left the device for a load.
-        self._reserve({row: rounds[row] for row in resident})
-        self._start()
+        self._reserve_and_start({row: rounds[row] for row in resident})
         return self.verifying_rows
 
-    def _reserve(self, rounds: dict[int, int]) -> None:
-        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal."""
+    def _reserve_and_start(self, rounds: dict[int, int]) -> None:
+        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal.
+
+        Then start the loads scheduled for this iteration.
+        """
         for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
                 # A load longer than the horizon is planned for the whole horizon, and is late.
-                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.scheduler.max_load_seconds)
+                seconds = min(tokens * self.bytes_per_token / self.residency.host.link.restored, self.scheduler.max_load_seconds)
                 if self.scheduler.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
                     self._refused.pop(row, None)
                 else:
                     self._refused[row] = None
+        for row in self.scheduler.loads_to_start():
+            if not self.residency.load(row):
+                self._cancel(row)
 
     def is_offloaded(self, row: int) -> bool:
         """Whether a request's row must not be read, because full KV is missing or in other slots."""
         return self.residency.is_offloaded(row)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
+        """First position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
         return protected if self.is_offloaded(row) else 0
 
     def is_lost(self, row: int) -> bool:
@@ -141,12 +153,6 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.load(row)
         self._pinned.add(row)
 
-    def _start(self) -> None:
-        """Start the loads scheduled for this iteration."""
-        for row in self.scheduler.loads_to_start():
-            if not self.residency.load(row):
-                self._cancel(row)
-
     def on_round_launched(self) -> None:
         """Allow full KV that this iteration reads to leave the device again, after the iteration was launched."""
         for row in self.verifying_rows | self._pinned:
@@ -159,7 +165,7 @@ class OffloadedFullKV(FullKVProvider):
         self.residency.forget(row)
 
     def _cancel(self, row: int) -> None:
-        """Cancel the reservations of the request in ``row``. It must be scheduled again."""
+        """Cancel the reservations of a request. It must be scheduled again."""
         self._reserved.discard(row)
         self._refused.pop(row, None)
         self.scheduler.cancel(row)

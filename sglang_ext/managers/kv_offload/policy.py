@@ -19,34 +19,23 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sglang_ext.managers.kv_offload import throughput_model
-from sglang_ext.managers.kv_offload.costs import CostError, Costs
-from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.kv_offload.throughput_model import CostError, Costs
 from sglang_ext.managers.spec_decode.cost_model import RoundTimes
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 # Lower bound of the seconds per byte, as a share of the value derived from draft steps.
 LEAST_SHARE = 1e-3
 
 
 class DraftTiming(NamedTuple):
-    """Time of a draft step.
-
-    Attributes:
-        requests: Requests in the step.
-        seconds: Duration.
-    """
+    """Number of requests in a draft step, and its duration in seconds."""
 
     requests: int
     seconds: float
 
 
 class VerifyTiming(NamedTuple):
-    """Time of a round without its drafts.
-
-    Attributes:
-        requests: Requests that verified.
-        tokens: Tokens that were verified.
-        seconds: Duration.
-    """
+    """Number of requests and of tokens that a round verified, and its duration without drafts in seconds."""
 
     requests: int
     tokens: int
@@ -65,7 +54,7 @@ def fit_costs(
         draft: The current time of a draft step.
         rests: Times of some rounds, at least one of them with a verification.
         weights: Bytes of the model.
-        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.costs.Costs`.
+        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.throughput_model.Costs`.
 
     Raises:
         CostError: A time is not above 0.
@@ -115,13 +104,7 @@ class OffloadDecision(NamedTuple):
 
 
 class ObservedRound(NamedTuple):
-    """A measured round.
-
-    Attributes:
-        draft: Time of a draft step.
-        rest: Time of the rest of the round.
-        context: Mean context length of its requests, tokens.
-    """
+    """A measured round: a draft step, the rest of the round, and the mean context length of its requests in tokens."""
 
     draft: DraftTiming
     rest: VerifyTiming
@@ -162,9 +145,9 @@ class OffloadPolicy:
         """Record the times of a round."""
         if not spent.num_draft_steps:
             return
-        draft = DraftTiming(len(plan.states), spent.drafting / spent.num_draft_steps)
+        draft = DraftTiming(len(plan.states), spent.draft_step)
         tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
-        rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.whole - spent.drafting)
+        rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.rest)
         self._rounds.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> OffloadDecision:
@@ -206,7 +189,7 @@ class OffloadPolicy:
         return OffloadDecision(self.initial_decision.requests, host.drafts_offloaded or self.longest)
 
     def _usable_rounds(self) -> list[ObservedRound]:
-        """Rounds with as many requests as the last one, if there are enough. Otherwise all rounds."""
+        """Return the rounds with as many requests as the last one, if there are enough. Otherwise return all rounds."""
         rounds = list(self._rounds)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds

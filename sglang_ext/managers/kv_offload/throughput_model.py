@@ -15,14 +15,107 @@ This is the cost model of VeriCache (section 4.2, equations (3) and (5)-(11)), i
   because a part of one is of no use. (Paper: correction of (5).)
 """
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sglang_ext.managers.kv_offload.costs import MAX_DRAFTS, CostError, Costs, round_seconds
-from sglang_ext.managers.spec_decode.draft_length import expected_tokens
+from sglang_ext.managers.spec_decode.cost_model import expected_tokens
+
+# Default of the maximum draft length before a verification, in tokens.
+MAX_DRAFTS = 256
+
+
+class CostError(ValueError):
+    """Impossible costs. The message names the value and the allowed range."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a machine under a load of equal requests.
+
+    Attributes:
+        weights: Bytes that each forward reads (M).
+        context: Bytes of full KV per request.
+        bandwidth: Read bandwidth of the device, bytes per second.
+        link: Bandwidth from the host, bytes per second.
+        memory: Device memory for full KV, compressed KV and loads in progress, bytes.
+        budget: Share of the context that compressed KV keeps (c).
+        drafts: Drafts per request and round (y).
+        turnaround: Time of a round outside its forwards, seconds.
+        token_seconds: Compute time per verified token, in addition to reading, seconds.
+        recent: Bytes of the context's newest tokens, which stay on the device and in all compressed KV.
+    """
+
+    weights: float
+    context: float
+    bandwidth: float
+    link: float
+    memory: float
+    budget: float
+    drafts: int = 16
+    turnaround: float = 0.0
+    token_seconds: float = 0.0
+    recent: float = 0.0
+
+    def __post_init__(self):
+        for name in ("weights", "memory", "turnaround", "token_seconds", "recent"):
+            self._check(name, getattr(self, name) >= 0, "0 or above")
+        for name in ("context", "bandwidth", "link"):
+            self._check(name, getattr(self, name) > 0, "above 0")
+        self._check("budget", 0 < self.budget <= 1, "a share above 0 and up to 1")
+        self._check("drafts", self.drafts >= 1, "at least 1")
+        self._check("recent", self.recent < self.context, f"below the context's {self.context:g}")
+
+    def _check(self, name: str, holds: bool, allowed: str) -> None:
+        value = getattr(self, name)
+        if not (math.isfinite(value) and holds):
+            raise CostError(f"{name} {value!r}: pass a finite number, {allowed}")
+
+    @property
+    def loaded(self) -> float:
+        """Bytes of full KV that an offloaded request loads to verify."""
+        return self.context - self.recent
+
+    @property
+    def compressed_bytes(self) -> float:
+        """Bytes that a request reads in a draft step. An offloaded request holds as many."""
+        return self.budget * self.loaded + self.recent
+
+    @property
+    def resident(self) -> float:
+        """Bytes that a request holds if its full KV is on the device."""
+        return self.context + self.budget * self.loaded
+
+    @property
+    def load_seconds(self) -> float:
+        """Link time of a load, seconds."""
+        return self.loaded / self.link
+
+
+def draft_seconds(costs: Costs, requests: float) -> float:
+    """Seconds of a draft step of ``requests`` requests."""
+    return (costs.weights + requests * costs.compressed_bytes) / costs.bandwidth
+
+
+def verify_seconds(costs: Costs, requests: float, tokens: float = 0.0) -> float:
+    """Seconds of a verification of ``requests`` requests. Below 1, the mean over rounds of which some have no verification.
+
+    Args:
+        tokens: Verified tokens of all requests.
+    """
+    read = np.minimum(requests, 1) * costs.weights + requests * costs.context
+    return read / costs.bandwidth + tokens * costs.token_seconds
+
+
+def round_seconds(costs: Costs, requests: float, resident: float, reloaded: float, tokens: float = 0.0) -> float:
+    """Seconds of a round with ``requests`` that draft, of which ``resident`` + ``reloaded`` verify ``tokens`` tokens (7)."""
+    drafting = costs.drafts * draft_seconds(costs, requests)
+    return drafting + verify_seconds(costs, resident + reloaded, tokens) + costs.turnaround
+
 
 Tier = Literal["auto", "device", "host"]
 
@@ -47,31 +140,6 @@ class OffloadPlan(NamedTuple):
     drafts_resident: int
     drafts_offloaded: int
     tokens_per_second: float
-
-
-def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
-    """Tokens per second in the steady state (11). 0 if memory does not suffice.
-
-    Args:
-        p: Probability that a draft is accepted if all previous ones were.
-        drafts_resident: Drafts until a verification (x_g). 0 for plain decoding, where nothing is offloaded.
-        drafts_offloaded: Drafts until a verification (x_c).
-
-    Raises:
-        CostError: Drafts are not a multiple of the drafts of a round.
-    """
-    if not offloaded and not drafts_resident:
-        return stock_throughput(costs, resident) if resident * costs.context <= costs.memory else 0.0
-    for requests, drafts in ((resident, drafts_resident), (offloaded, drafts_offloaded)):
-        if requests and (drafts < costs.drafts or drafts % costs.drafts):
-            raise CostError(f"{drafts} drafts of {requests} requests: pass a multiple of {costs.drafts}, those of a round")
-    rounds = (max(1, drafts // costs.drafts) for drafts in (drafts_resident, drafts_offloaded))
-    return float(_throughput(costs, p, resident, offloaded, *rounds))
-
-
-def stock_throughput(costs: Costs, requests: int) -> float:
-    """Tokens per second of plain decoding, with at most as many requests at once as fit."""
-    return plain_decoding_plan(costs, requests).tokens_per_second
 
 
 def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
@@ -120,7 +188,7 @@ def _search(costs: Costs, p: float, requests: int, ranges: list[tuple[int, int]]
         axes = [_points(*each) for each in around]
         pairs = np.array([pair for pair in product(*axes[:2]) if 0 < sum(pair) <= requests])
         offloaded, resident = pairs[:, 0, None, None], pairs[:, 1, None, None]
-        rates = _throughput(costs, p, resident, offloaded, axes[3][:, None], axes[2])
+        rates = throughput(costs, p, resident, offloaded, axes[3][:, None], axes[2])
         i, g, c = np.unravel_index(rates.argmax(), rates.shape)
         chosen = (int(pairs[i, 0]), int(pairs[i, 1]), int(axes[2][c]), int(axes[3][g]))
         if all(len(axis) == high - low + 1 for axis, (low, high) in zip(axes, around)):
@@ -138,7 +206,7 @@ def _points(low: int, high: int) -> np.ndarray:
     return np.unique(np.linspace(low, high, min(POINTS, high - low + 1)).round().astype(int))
 
 
-def _throughput(
+def throughput(
     costs: Costs,
     p: float,
     resident: np.ndarray | int,
@@ -146,7 +214,13 @@ def _throughput(
     rounds_resident: np.ndarray | int,
     rounds_offloaded: np.ndarray | int,
 ) -> np.ndarray:
-    """:func:`throughput` for arrays that broadcast, with the number of rounds between verifications."""
+    """Tokens per second in the steady state (11), for arrays that broadcast. 0 where memory does not suffice.
+
+    Args:
+        p: Probability that a draft is accepted if all previous ones were.
+        resident, offloaded: Requests with full KV on the device, and those that load it.
+        rounds_resident, rounds_offloaded: Rounds between two verifications of a request, at least 1 (x_g / y, x_c / y).
+    """
     due_g, due_c = resident / rounds_resident, offloaded / rounds_offloaded
     drafts_g, drafts_c = costs.drafts * np.asarray(rounds_resident), costs.drafts * np.asarray(rounds_offloaded)
     tokens = due_g * expected_tokens(p, drafts_g) + due_c * expected_tokens(p, drafts_c)

@@ -1,4 +1,4 @@
-"""Schedules when each request verifies next, and when its full KV is loaded for that (VeriCache, Algorithm 1).
+"""Schedules when each request verifies next, and when its full KV is loaded for that (VeriCache, section 5.1 and Algorithm 1).
 
 An iteration is a round: all requests draft, then the due requests verify. In each iteration the engine calls, in this order:
 
@@ -12,64 +12,178 @@ An iteration is a round: all requests draft, then the due requests verify. In ea
 4. :meth:`~VerificationScheduler.loads_to_start`. The engine starts these loads in the returned order.
 
 The scheduler learns at the start of iteration d that a load due in d is complete. So the load's link time is before d, and its memory is
-held until the end of d.
+held until the end of d. Link time and memory are reserved on two rings of coming iterations.
 """
 
 import math
-from collections import Counter
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_ext.managers.kv_offload.load_reservations import LoadSchedule, Occupancy, LoadReservation, nearest_first
+# Relative tolerance for sums of floats above a capacity.
+ROUNDING = 1e-9
+
+
+class ReservationError(ValueError):
+    """A reservation that cannot be made or released. The message names what is allowed."""
 
 
 class VerificationScheduleError(ValueError):
     """A call that the state does not allow. The message names the remedy."""
 
 
-class VerificationSlot(NamedTuple):
-    """A scheduled verification. Iterations count from the current one, which is 0.
+class ReservationRing:
+    """Amounts reserved in each of a fixed number of coming iterations, up to a capacity per iteration.
 
-    Attributes:
-        start: The iteration in which the load begins. Equal to ``due`` without a load.
-        due: The iteration in which the request verifies.
+    The current iteration is 0. Totals are exactly rounded sums of the reserved amounts, independent of earlier reservations and releases.
+
+    Args:
+        capacity: Capacity of each iteration, in the unit of the amounts.
+        horizon: Number of iterations, including the current one (W in the paper).
+
+    Raises:
+        ReservationError: The capacity is negative, or the horizon is below 2.
     """
+
+    def __init__(self, capacity: float, horizon: int) -> None:
+        if horizon < 2:
+            raise ReservationError(f"a horizon of {horizon} iterations: pass at least 2, the current one and the next")
+        self.horizon = horizon
+        self.capacity = capacity
+        self._amounts: deque[list[float]] = deque([] for _ in range(horizon))
+        self._totals: deque[float] = deque([0.0] * horizon)
+
+    @property
+    def capacity(self) -> float:
+        """Capacity of each iteration. Lowering it keeps existing reservations, even above the new capacity."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, capacity: float) -> None:
+        self._capacity = _checked("capacity", capacity)
+
+    @property
+    def peak(self) -> float:
+        """The highest total of an iteration."""
+        return max(self._totals)
+
+    @property
+    def mean_occupancy(self) -> float:
+        """Reserved share of the capacity of all iterations. Infinite if the capacity is 0."""
+        total = math.fsum(self._totals)
+        return total / self._capacity / self.horizon if self._capacity else math.inf
+
+    def reserved(self, iteration: int) -> float:
+        """Amount reserved in an iteration."""
+        self._check(iteration, iteration)
+        return self._totals[iteration]
+
+    def free(self, iteration: int) -> float:
+        """Amount that can still be reserved in an iteration."""
+        return max(0.0, self._capacity - self.reserved(iteration))
+
+    def occupancy(self) -> float:
+        """Reserved share of the current iteration's capacity, from 0 to 1. 1 if the capacity is 0."""
+        return min(1.0, self._totals[0] / self._capacity) if self._capacity else 1.0
+
+    def fits(self, amount: float, first: int, last: int) -> bool:
+        """Whether ``amount`` can be reserved in each iteration from ``first`` to ``last``, both included."""
+        self._check(first, last)
+        room = self._capacity * (1 + ROUNDING)
+        return all(self._totals[i] + amount <= room for i in range(first, last + 1))
+
+    def reserve(self, amount: float, first: int, last: int) -> None:
+        """Reserve ``amount`` in each iteration from ``first`` to ``last``.
+
+        Raises:
+            ReservationError: An iteration has less free. Nothing is reserved then.
+        """
+        if not self.fits(_checked("amount", amount), first, last):
+            least = min(self.free(i) for i in range(first, last + 1))
+            raise ReservationError(
+                f"{amount:g} in iterations {first} to {last}, where {least:g} of {self._capacity:g} is left; "
+                "ask fits() before, or use other iterations"
+            )
+        self.hold(amount, first, last)
+
+    def hold(self, amount: float, first: int, last: int) -> None:
+        """As :meth:`reserve`, for an amount that is in use already: it is never refused."""
+        _checked("amount", amount)
+        self._check(first, last)
+        for i in range(first, last + 1):
+            self._amounts[i].append(amount)
+        self._sum(range(first, last + 1))
+
+    def release(self, amount: float, first: int, last: int) -> None:
+        """Release an amount that was reserved in each iteration from ``first`` to ``last``.
+
+        Raises:
+            ReservationError: An iteration has no such reservation. Nothing is released then.
+        """
+        self._check(first, last)
+        for i in range(first, last + 1):
+            if amount not in self._amounts[i]:
+                raise ReservationError(f"iteration {i} holds no {amount:g}: release what was reserved, once, where it was reserved")
+        for i in range(first, last + 1):
+            self._amounts[i].remove(amount)
+        self._sum(range(first, last + 1))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all reserved amounts by ``factor``, for example if the link is slower than expected."""
+        _checked("factor", factor)
+        self._amounts = deque([amount * factor for amount in amounts] for amounts in self._amounts)
+        self._sum(range(self.horizon))
+
+    def advance(self) -> None:
+        """End the current iteration: the next one becomes 0, and an empty one is appended."""
+        self._amounts.popleft()
+        self._totals.popleft()
+        self._amounts.append([])
+        self._totals.append(0.0)
+
+    def _sum(self, iterations: Iterable[int]) -> None:
+        for i in iterations:
+            self._totals[i] = math.fsum(self._amounts[i])
+
+    def _check(self, first: int, last: int) -> None:
+        if not 0 <= first <= last < self.horizon:
+            raise ReservationError(f"iterations {first} to {last}: pass a span within 0 to {self.horizon - 1}")
+
+
+def _checked(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ReservationError(f"{name} {value!r}: pass a finite number, 0 or above")
+    return value
+
+
+class Occupancy(NamedTuple):
+    """Reserved shares of the current iteration's link time, and of the memory for loads, from 0 to 1."""
+
+    link: float
+    memory: float
+
+
+class VerificationSlot(NamedTuple):
+    """Iterations in which a load begins and in which its request verifies; equal without a load. The current iteration is 0."""
 
     start: int
     due: int
 
 
 @dataclass
-class VerificationCounts:
-    """Number of requests that verify in each coming iteration, counted from the first of all. It balances requests without a load.
+class _Planned:
+    """A planned load from iteration ``start`` on, and a verification in iteration ``due``. Iterations count from the first of all.
 
     Attributes:
-        tolerance: Share of the wanted rounds by which a verification may move to the iteration with the fewest due requests. With B
-            requests that verify every x iterations, about B/x verify in each iteration.
+        parts: Link time in each iteration from ``start``, seconds. Empty without a load.
+        tokens: Memory held from ``start`` to ``due``, in the unit of the memory ring.
     """
 
-    tolerance: float
-    _counts: Counter[int] = field(default_factory=Counter)
-
-    def add(self, due: int) -> None:
-        """Count a request that verifies in iteration ``due``."""
-        self._counts[due] += 1
-
-    def remove(self, due: int) -> None:
-        """Remove a request from iteration ``due``."""
-        self._counts[due] -= 1
-
-    def end_iteration(self, due: int) -> None:
-        """Remove an iteration that has ended."""
-        self._counts.pop(due, None)
-
-    def least_loaded(self, now: int, wanted: int, last: int) -> int:
-        """The iteration with the fewest due requests near ``wanted`` iterations after ``now``, at most ``last`` after it."""
-        anchor = min(wanted, last)
-        reach = int(self.tolerance * anchor)
-        near = nearest_first(anchor, max(1, anchor - reach), min(last, anchor + reach))
-        return now + min(near, key=lambda due: self._counts[now + due])
+    start: int
+    due: int
+    parts: list[float]
+    tokens: float
 
 
 class VerificationScheduler:
@@ -79,66 +193,44 @@ class VerificationScheduler:
     iterations' link time may use parts of S + 1. No load is planned inside the span of another one. So a link that serves loads in the
     order of :meth:`loads_to_start` completes all of them in time.
 
+    Args:
+        iteration_seconds: Measured duration of an iteration.
+        memory: Memory that all loads may hold together, in tokens or bytes.
+        horizon: Number of planned iterations, including the current one.
+        tolerance: Share of the wanted rounds by which a verification without a load may move to an iteration with fewer due requests.
+
     Attributes:
+        link: Link time of loads in seconds. Set its capacity to the measured duration of an iteration; reserved seconds stay.
+        memory: Memory held by loads, and by verifications of the loaded KV. Set its capacity when other uses of the memory change.
         admitted: Number of successful :meth:`admit` calls.
         refused: Number of refused :meth:`admit` calls. The requests wait.
         num_postponed: Number of verifications postponed because their load was late.
+
+    Raises:
+        ReservationError: A number is out of range.
     """
 
-    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64, tolerance: float = 0.25):
-        """Create an empty schedule.
-
-        Args:
-            iteration_seconds: Measured duration of an iteration.
-            memory: Memory that all loads may hold together, in tokens or bytes.
-            horizon: Number of planned iterations, including the current one.
-            tolerance: For verifications without a load (:class:`VerificationCounts`).
-
-        Raises:
-            ReservationError: A number is out of range.
-        """
-        self._loads = LoadSchedule(iteration_seconds, memory, horizon)
+    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64, tolerance: float = 0.25) -> None:
+        self.link = ReservationRing(iteration_seconds, horizon)
+        self.memory = ReservationRing(memory, horizon)
         self.admitted = self.refused = self.num_postponed = 0
-        self._planned: dict[Hashable, LoadReservation] = {}
-        self._verifying: dict[Hashable, LoadReservation] = {}
-        self._dues = VerificationCounts(tolerance)
-
-    @property
-    def iteration_seconds(self) -> float:
-        """Duration of an iteration in seconds. Set it to the measured value. Reserved link seconds stay."""
-        return self._loads.link.capacity
-
-    @iteration_seconds.setter
-    def iteration_seconds(self, seconds: float) -> None:
-        self._loads.link.capacity = seconds
-
-    @property
-    def memory(self) -> float:
-        """Memory that all loads may hold together. Set it when other uses of the memory change. Held memory stays held."""
-        return self._loads.memory.capacity
-
-    @memory.setter
-    def memory(self, memory: float) -> None:
-        self._loads.memory.capacity = memory
-
-    @property
-    def memory_peak(self) -> float:
-        """The most memory that loads will hold in a coming iteration, as planned. Other uses must leave it free."""
-        return self._loads.memory.peak
+        self._tolerance, self._now = tolerance, 0
+        self._planned: dict[Hashable, _Planned] = {}
+        self._verifying: dict[Hashable, _Planned] = {}
 
     @property
     def occupancy(self) -> Occupancy:
         """Occupancy of the current iteration."""
-        return self._loads.occupancy
+        return Occupancy(self.link.occupancy(), self.memory.occupancy())
 
     @property
     def max_load_seconds(self) -> float:
         """Maximum link seconds of a load within the horizon."""
-        return self.iteration_seconds * (self._loads.link.horizon - 2)
+        return self.link.capacity * (self.link.horizon - 2)
 
     def rescale_link(self, factor: float) -> None:
         """Multiply the link time of all planned loads by ``factor``, the old bandwidth divided by the new one."""
-        self._loads.link.scale(factor)
+        self.link.scale(factor)
         for planned in self._planned.values():
             planned.parts = [part * factor for part in planned.parts]
 
@@ -158,36 +250,32 @@ class VerificationScheduler:
             VerificationScheduleError: The request already has a coming verification, or a number is out of range.
         """
         if key in self._planned:
-            raise VerificationScheduleError(f"{key!r} is due in {self._planned[key].due - self._loads.now} iterations: cancel it first")
+            raise VerificationScheduleError(f"{key!r} is due in {self._planned[key].due - self._now} iterations: cancel it first")
         if wanted < 1 or not (0 <= seconds < math.inf and 0 <= tokens < math.inf):
             raise VerificationScheduleError(
                 f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, "
                 "and at least 1 round"
             )
-        if seconds or tokens:
-            planned = self._loads.place(seconds, tokens, wanted, self._planned.values())
-        else:
-            due = self._dues.least_loaded(self._loads.now, wanted, self._loads.link.horizon - 1)
-            planned = LoadReservation(due, due, [], 0.0)
+        planned = self._place_load(seconds, tokens, wanted) if seconds or tokens else self._place_alone(wanted)
         if planned is None:
             self.refused += 1
             return None
         self.admitted += 1
-        self._dues.add(planned.due)
         self._planned[key] = planned
-        return VerificationSlot(planned.start - self._loads.now, planned.due - self._loads.now)
+        return VerificationSlot(planned.start - self._now, planned.due - self._now)
 
     def advance(self) -> None:
         """Begin the next iteration, and release the memory of the verifications of the previous one."""
-        self._dues.end_iteration(self._loads.now)
-        self._loads.advance()
-        self._verifying = {key: each for key, each in self._planned.items() if each.due == self._loads.now}
+        self.link.advance()
+        self.memory.advance()
+        self._now += 1
+        self._verifying = {key: each for key, each in self._planned.items() if each.due == self._now}
         for key in self._verifying:
             del self._planned[key]
 
     def loads_to_start(self) -> list[Hashable]:
         """Requests whose load begins in this iteration, in the order in which the link must serve them."""
-        found = [(each.due, key) for key, each in self._planned.items() if each.has_load and each.start == self._loads.now]
+        found = [(each.due, key) for key, each in self._planned.items() if each.parts and each.start == self._now]
         return [key for _, key in sorted(found, key=lambda pair: pair[0])]
 
     def due(self) -> list[Hashable]:
@@ -209,17 +297,14 @@ class VerificationScheduler:
         late = self._verifying.pop(key)
         # Loads that began earlier were held together with the late load until now. It fits without the loads that have not begun.
         displaced = []
-        if not self._loads.memory.fits(late.tokens, 1, 1):
-            now = self._loads.now
-            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > now]
+        if not self.memory.fits(late.tokens, 1, 1):
+            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > self._now]
             displaced = [other for _, other in sorted(coming, key=lambda pair: pair[0])]
             for other in displaced:
                 self.cancel(other)
         if late.tokens:
-            self._loads.memory.hold(late.tokens, 1, 1)
-        self._dues.remove(late.due)
+            self.memory.hold(late.tokens, 1, 1)
         late.due += 1
-        self._dues.add(late.due)
         self._planned[key] = late
         self.num_postponed += 1
         return displaced
@@ -229,7 +314,80 @@ class VerificationScheduler:
 
         If its load has begun, others may use its slots only after the load has ended.
         """
-        for each in (self._planned.pop(key, None), self._verifying.pop(key, None)):
-            if each is not None:
-                self._dues.remove(each.due)
-                self._loads.release(each)
+        for planned in filter(None, (self._planned.pop(key, None), self._verifying.pop(key, None))):
+            for iteration, part in enumerate(planned.parts, planned.start - self._now):
+                if iteration >= 0 and part:
+                    self.link.release(part, iteration, iteration)
+            if planned.tokens:
+                self.memory.release(planned.tokens, max(0, planned.start - self._now), planned.due - self._now)
+
+    def _place_alone(self, wanted: int) -> _Planned:
+        """Place a verification without a load near ``wanted``, in the iteration with the fewest due requests."""
+        last = self.link.horizon - 1
+        anchor = min(wanted, last)
+        reach = int(self._tolerance * anchor)
+        counts = Counter(each.due - self._now for each in self._planned.values())
+        due = self._now + min(_nearest_first(anchor, max(1, anchor - reach), min(last, anchor + reach)), key=counts.__getitem__)
+        return _Planned(due, due, [], 0.0)
+
+    def _place_load(self, seconds: float, tokens: float, wanted: int) -> _Planned | None:
+        """Reserve a load that is due as near to ``wanted`` iterations as possible. None if nothing fits."""
+        # Iterations that the load fills (S in the paper).
+        span = max(1, math.ceil(seconds / self.link.capacity - ROUNDING)) if self.link.capacity else self.link.horizon
+        joined = self.link.mean_occupancy >= self.memory.mean_occupancy
+        for due in _nearest_first(wanted, span, self.link.horizon - 1):
+            for parts in self._forms(seconds, due, span, joined):
+                start = due - len(parts)
+                if self.memory.fits(tokens, start, due) and self._is_in_order(self._now + start, self._now + due):
+                    for iteration, part in enumerate(parts, start):
+                        if part:
+                            self.link.reserve(part, iteration, iteration)
+                    if tokens:
+                        self.memory.reserve(tokens, start, due)
+                    return _Planned(self._now + start, self._now + due, parts, tokens)
+        return None
+
+    def _forms(self, seconds: float, due: int, span: int, joined: bool) -> Iterator[list[float]]:
+        """Yield link seconds per iteration of loads that end just before ``due``, the best one first.
+
+        With ``joined``, a load may use the rest of the iteration before the span. It is set if memory is less scarce than the link.
+        """
+        if seconds and self.link.free(due - 1) <= ROUNDING * self.link.capacity:
+            return
+        first = max(0, due - span - 1)
+        if joined and first < due - span and 0 < self.link.free(first) < self.link.capacity:
+            yield from self._fill(seconds, list(range(first, due)))
+        for parts in self._fill(seconds, list(range(due - 1, first - 1, -1))):
+            yield parts[::-1]
+
+    def _fill(self, seconds: float, iterations: list[int]) -> Iterator[list[float]]:
+        """Yield the seconds in each of ``iterations``, in their order, each as full as possible. Yield nothing if they do not suffice.
+
+        Backward, unneeded iterations are left out. Forward, all must be needed: otherwise there is an earlier slot.
+        """
+        parts, left = [], seconds
+        for iteration in iterations:
+            parts.append(min(left, self.link.free(iteration)))
+            left -= parts[-1]
+            if left <= ROUNDING * self.link.capacity:
+                break
+        backward = iterations[0] > iterations[-1]
+        if left <= ROUNDING * self.link.capacity and (backward or len(parts) == len(iterations)):
+            yield parts
+
+    def _is_in_order(self, start: int, due: int) -> bool:
+        """Whether a link that serves loads in the order of their starts also serves them in the order of their due iterations."""
+        return all(
+            (each.due <= due or each.start >= start) and (each.due >= due or each.start <= start)
+            for each in self._planned.values()
+            if each.parts
+        )
+
+
+def _nearest_first(wanted: int, least: int, last: int) -> Iterator[int]:
+    """Yield ``wanted``, clamped to the range, then one more, one less, two more... Yield nothing if the range is empty."""
+    anchor = max(min(wanted, last), least)
+    for step in range(last - least + 1):
+        for value in dict.fromkeys((anchor + step, anchor - step)):
+            if least <= value <= last:
+                yield value

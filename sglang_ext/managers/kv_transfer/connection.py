@@ -1,28 +1,31 @@
-"""Connections, seen from each end: the sender's socket until it breaks, the receiver's reachability over successive connections, and the
-flow control of a sender at its receiver."""
+"""Connections, seen from each end.
+
+- The sender: its socket until it breaks, and the receiver's reachability over successive connections.
+- The receiver: the flow control of a sender, and the assembly of parts from frames. A link has at most one partial part of each stream,
+  since a sender completes a part before the next one.
+"""
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+import xxhash
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.part_assembly import Assembly, ReceivedPart
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, PageHeader, Stream
 
 logger = logging.getLogger(__name__)
 
-# Milliseconds to wait for libzmq's reason why it gave up a connection.
-EVENT_MS = 100
-# Minimum seconds over which the receiver's rate is measured.
-MEASURED = 0.02
-_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+# From this many bytes, another thread computes a frame's checksum while this one copies the frame.
+MUCH = 1 << 18
 
 
 class BrokenConnection(Exception):
@@ -33,14 +36,36 @@ class ProtocolViolation(Exception):
     """A sender sent an unexpected message. It must reconnect."""
 
 
+@dataclass(eq=False)
+class ReceivedPart:
+    """A part of which at least one frame has arrived: its checksum so far, its bytes, which may be kept, and the number received."""
+
+    header: PageHeader
+    digest: xxhash.xxh3_64
+    content: memoryview
+    # The last update of the checksum in another thread.
+    reading: Future | None = None
+    filled: int = 0
+
+    def has_valid_checksum(self) -> bool:
+        """Return whether the checksum of the complete part is correct. Waits until it is computed."""
+        if self.reading is not None:
+            self.reading.result()
+        return self.digest.intdigest() == self.header.checksum
+
+
+# Milliseconds to wait for libzmq's reason why it gave up a connection.
+EVENT_MS = 100
+# Minimum seconds over which the receiver's rate is measured.
+MEASURED = 0.02
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
 class Connection:
     """A socket to one receiver. Used by one thread.
 
-    Args:
-        context: ZMQ context of the link.
-        endpoint: The receiver's endpoint.
-        keys: Key pair of both ends, or None.
-        handshake_seconds: Seconds after which libzmq retries the handshake.
+    After ``handshake_seconds`` libzmq retries the handshake. Methods that send or read raise :class:`BrokenConnection`: libzmq has given up
+    the connection, or the data is not a message.
 
     Attributes:
         heard, pinged: Times of the receiver's last message, and of the last ping to it.
@@ -59,7 +84,7 @@ class Connection:
         self.socket.handshake_ivl = int(1000 * handshake_seconds)
         self.socket.ipv6 = "[" in endpoint
         if keys is not None:
-            keys.connect(self.socket)
+            self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys.public, keys.secret, keys.public
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
         self.socket.connect(endpoint)
         self.heard = self.pinged = time.monotonic()
@@ -78,11 +103,7 @@ class Connection:
         return self.window - self.credit
 
     def welcome(self, window: int) -> int:
-        """Set the window that the receiver grants. Return the longest payload of which two frames fit into it.
-
-        Raises:
-            BrokenConnection: No payload fits.
-        """
+        """Set the window that the receiver grants. Return the longest payload of which two frames fit into it, at least one byte."""
         if window // 2 <= FRAME_OVERHEAD:
             raise BrokenConnection(f"a window of {window} bytes is too small for two frames")
         self.window = self.credit = window
@@ -99,21 +120,13 @@ class Connection:
             self._idle_since = self.heard
 
     def send_message(self, message: wire.FromSender) -> int:
-        """Send a message. Return its bytes.
-
-        Raises:
-            BrokenConnection: libzmq has given up the connection.
-        """
+        """Send a message. Return its bytes."""
         data = wire.encode(message)
         self._send(data)
         return len(data)
 
     def send_frame(self, frame: wire.Frame, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
-        """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them.
-
-        Raises:
-            BrokenConnection: As in :meth:`send_message`.
-        """
+        """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them."""
         if not self.outstanding:
             self._taken_since += time.monotonic() - self._idle_since
         head = wire.encode(frame)
@@ -132,11 +145,7 @@ class Connection:
             raise BrokenConnection("the connection was lost") from None
 
     def read(self) -> wire.FromReceiver | None:
-        """Return the receiver's next message; None if there is none.
-
-        Raises:
-            BrokenConnection: The data is not a message.
-        """
+        """Return the receiver's next message; None if there is none."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -149,11 +158,7 @@ class Connection:
         return message
 
     def read_event(self) -> None:
-        """Handle libzmq's event of a lost connection.
-
-        Raises:
-            BrokenConnection: Always, with the reason.
-        """
+        """Raise :class:`BrokenConnection` with the reason of libzmq's event of a lost connection."""
         if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
             raise BrokenConnection(
                 f"no handshake: this side has {self._named_keys}, the receiver has other keys or none; give both the same key file"
@@ -169,14 +174,7 @@ class Connection:
 
 @dataclass(eq=False)
 class Reachability:
-    """Whether the receiver of a link answers, over all connections to it, and which timeouts expired. Used by one thread.
-
-    Attributes:
-        endpoint: The receiver's endpoint.
-        limits: Timeouts, and the number of connections that may break.
-        metrics: Metrics to update.
-        connected: Whether the receiver answers.
-    """
+    """Whether the receiver of a link answers, over all connections to it, and which timeouts expired. Used by one thread."""
 
     endpoint: str
     limits: LinkLimits
@@ -192,7 +190,7 @@ class Reachability:
     def welcome(self) -> None:
         """Record that the receiver answered Hello."""
         if not self.connected:
-            self.metrics.add_links(1)
+            self.metrics.add("kv_links", 1)
             if self._was_connected:
                 self.metrics.count_reconnect()
         self.connected = self._was_connected = True
@@ -220,7 +218,7 @@ class Reachability:
         """Record that the connection is closed, for whatever reason."""
         if self.connected:
             self.connected, self._gone_since = False, time.monotonic()
-            self.metrics.add_links(-1)
+            self.metrics.add("kv_links", -1)
 
     def unreachable_reason(self, now: float) -> str | None:
         """Return why rooms fail that waited too long for a connection; None while one exists, or existed recently."""
@@ -229,8 +227,7 @@ class Reachability:
         return f"the receiver at {self.endpoint} is not reached for {self.limits.resume_seconds:g} s: {self._problem}"
 
     def stall_reason(self, now: float, busy: bool) -> str | None:
-        """Return why rooms fail whose receiver answers but takes nothing; None while it takes parts, or if there is nothing to take (not
-        ``busy``)."""
+        """Return why rooms fail whose receiver answers but takes nothing; None while it takes parts, or if not ``busy``."""
         if not busy:
             self._progressed = now
         elif now - self._progressed > self.limits.stall_seconds:
@@ -243,11 +240,11 @@ class SenderConnection:
     """A sender's connection, seen from its receiver. Used by one thread.
 
     Attributes:
-        address: Address of the connection at the receiver's socket.
         link: Id of the link, which stays the same when the sender reconnects.
         allowance: Bytes that the sender may still send.
         heard: Time of its last message.
-        assembly: Partially received parts.
+        allocate: Allocates this many bytes, for a part in several frames.
+        reader: Thread that updates checksums, in order; None to use the caller's thread.
         ungranted: Bytes taken and not granted again.
         waiting: Bytes of complete parts that are not written.
         acked: Written parts whose acknowledgement is not sent.
@@ -257,33 +254,51 @@ class SenderConnection:
     link: bytes
     allowance: int
     heard: float
-    assembly: Assembly
+    allocate: Callable[[int], bytearray | np.ndarray] = bytearray
+    reader: ThreadPoolExecutor | None = None
     ungranted: int = 0
     waiting: int = 0
     acked: list[wire.Acked] = field(default_factory=list)
+    _partial: dict[Stream, ReceivedPart] = field(default_factory=dict)
 
     def take(self, size: int) -> None:
-        """Count a received frame with ``size`` bytes of a part.
-
-        Raises:
-            ProtocolViolation: The frame exceeds the granted bytes.
-        """
+        """Count a received frame with ``size`` bytes of a part. Raise :class:`ProtocolViolation` beyond the granted bytes."""
         cost = size + FRAME_OVERHEAD
         if cost > self.allowance:
             raise ProtocolViolation(f"received {cost} bytes where {self.allowance} were granted")
         self.allowance -= cost
         self.ungranted += cost
 
-    def assemble(self, frame: wire.Frame, payload: memoryview) -> ReceivedPart | None:
-        """Add a frame to its part. Return the part once it is complete.
+    def assemble(self, frame: Frame, payload: memoryview) -> ReceivedPart | None:
+        """Add a frame to its part. Return the part once it is complete. Raise :class:`ProtocolViolation` if a frame is missing."""
+        header, stream = frame.header, frame.header.stream
+        end = frame.offset + len(payload)
+        if frame.offset == 0:
+            content = memoryview(self.allocate(header.size)) if 0 < end < header.size else payload
+            self._partial[stream] = ReceivedPart(header, header.digest(), content)
+        partial = self._partial.get(stream)
+        if (
+            partial is None
+            or partial.header != header
+            or partial.filled != frame.offset
+            or end > header.size
+            or not (payload or end == header.size)
+        ):
+            raise ProtocolViolation(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the previous frame")
+        partial.filled = end
+        # Small frames after a large one go to that thread too, because a checksum reads its bytes in order.
+        if self.reader is not None and (partial.reading is not None or len(payload) >= MUCH):
+            partial.reading = self.reader.submit(partial.digest.update, payload)
+        else:
+            partial.digest.update(payload)
+        if partial.content is not payload:
+            # Unlike an assignment to a memoryview, this releases the GIL.
+            np.copyto(np.frombuffer(partial.content, np.uint8)[frame.offset : end], np.frombuffer(payload, np.uint8))
+        return None if end < header.size else self._partial.pop(stream)
 
-        Raises:
-            ProtocolViolation: The frame does not follow the previous one.
-        """
-        try:
-            return self.assembly.add(frame, payload)
-        except LinkError as error:
-            raise ProtocolViolation(str(error)) from error
+    def drop(self, stream: Stream) -> None:
+        """Discard a partial part."""
+        self._partial.pop(stream, None)
 
     def grant(self, window: int) -> wire.Received | None:
         """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from zmq.utils import z85
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 # Constants of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
@@ -72,15 +72,6 @@ class LinkKeys:
             raise LinkError(f"{file} holds no pair of a public and a secret key; {remedy}")
         return cls(*words)
 
-    def serve(self, socket: zmq.Socket) -> None:
-        """Restrict an unbound socket to peers with these keys. ``answer_zap`` must run."""
-        socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-    def connect(self, socket: zmq.Socket) -> None:
-        """Restrict an unconnected socket to a server with these keys."""
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.public
-
     def answer_zap(self, socket: zmq.Socket) -> str | None:
         """Answer one request of libzmq on a REP socket bound to ``ZAP_ENDPOINT``. Return the address of a refused peer, else None."""
         _, request, domain, address, _, mechanism, *credentials = socket.recv_multipart()
@@ -119,10 +110,7 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
 def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
     """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
-    Args:
-        context: ZMQ context of both sockets; it is destroyed on failure.
-        endpoint: Endpoint that :func:`check_endpoint` accepts; port 0 takes a free port.
-        keys: Key pair of both ends, or None.
+    :func:`check_endpoint` accepts ``endpoint``; port 0 takes a free port. On failure ``context`` is destroyed.
 
     Raises:
         LinkError: The endpoint is in use.
@@ -139,7 +127,8 @@ def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[
             zap = context.socket(zmq.REP)
             zap.linger = 0
             zap.bind(ZAP_ENDPOINT)
-            keys.serve(socket)
+            socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         with lock_socket_folder(endpoint):
             # Only the port is a wildcard, never the host: libzmq writes port 0 as *.
             socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
@@ -165,8 +154,9 @@ def lock_socket_folder(endpoint: str) -> Iterator[None]:
     lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
     try:
         with lock:
-            for file in _stale_sockets(Path(place).parent):
-                file.unlink(missing_ok=True)
+            for file in Path(place).parent.glob(f"{SOCKETS}*"):
+                if file.is_socket() and _is_stale(file):
+                    file.unlink(missing_ok=True)
             yield
     except Timeout as error:
         why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
@@ -186,12 +176,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _stale_sockets(folder: Path) -> list[Path]:
-    """Return socket files of links that no server listens on."""
-    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _is_stale(file)]
-
-
 def _is_stale(file: Path) -> bool:
+    """Return whether no server listens on a socket file."""
     # The process id in the name is not used: in another container that shares the folder, it is another process's id.
     with Socket(AF_UNIX) as probe:
         probe.setblocking(False)

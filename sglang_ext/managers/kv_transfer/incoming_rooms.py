@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Ended, Have, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Ended, Have, LinkError, PageHeader, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 class RoomSink(Protocol):
     """Destination of a room's parts. A thread of the server calls it. It must be quick, since all rooms of a server wait for it.
 
-    Calls for one room are sequential. No call starts or is running after ``LinkServer.abort(room)`` has returned.
+    Calls for one room are sequential. No call starts or is running after :meth:`IncomingRooms.abort` has returned.
     """
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
@@ -40,7 +39,7 @@ class ExpectedRoom:
     Attributes:
         shape: Its parts. The sender must announce the same shape.
         most_bytes: Maximum bytes of one part, for each stream of the shape.
-        prefix_hashes: Hash of each page (page_hashes.py), which anchors and residuals must carry; empty to skip the comparison.
+        prefix_hashes: Hash of each page (page_codec.py), which anchors and residuals must carry; empty to skip the comparison.
     """
 
     shape: RoomShape
@@ -61,9 +60,6 @@ class IncomingRoom:
     """A room between its registration and its end.
 
     Attributes:
-        number: Number of the room.
-        expected: Its expected parts.
-        sink: Destination of its parts.
         link: Id of the link that opened it; None until then. ``IncomingRooms`` sets it.
         ended: Whether it accepts nothing more.
         complete: Whether all parts are written.
@@ -86,11 +82,7 @@ class IncomingRoom:
         self._counts = dict.fromkeys(Stream, 0)
 
     def part(self, header: PageHeader) -> int:
-        """Return the number of a part.
-
-        Raises:
-            LinkError: The part is not expected; the message says why.
-        """
+        """Return the number of a part. Raise ``LinkError`` if it is not expected."""
         number = self.expected.shape.part(header.stream, header.page, header.layers)
         if number is None:
             raise LinkError(f"received {header.stream} of page {header.page} and {header.layers}; expected is {self.expected.shape}")
@@ -104,11 +96,7 @@ class IncomingRoom:
         return number
 
     def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
-        """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it.
-
-        Raises:
-            LinkError: The sink raised an exception.
-        """
+        """Pass a part to the sink, unless it was passed before. Return False if the room has ended without it."""
         stream = header.stream
         with self._lock:
             if self.ended:
@@ -162,13 +150,12 @@ class IncomingRoom:
 
 
 class IncomingRooms:
-    """All rooms of one receiver. Called from any thread. No sink is called while the lock is held.
+    """All rooms of one receiver that have not ended. Called from any thread. No sink is called while the lock is held.
 
     Args:
         endpoint: The receiver's endpoint, for errors.
         finished: Number of finished rooms to remember, for senders that missed the last acknowledgement.
         tell: Sends the end of a room to the sender of a link. Called from any thread, so it must not block.
-        metrics: Metrics to update.
     """
 
     def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
@@ -181,7 +168,6 @@ class IncomingRooms:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of rooms that have not ended."""
         return len(self._rooms)
 
     def get(self, number: int) -> IncomingRoom | None:
@@ -189,30 +175,22 @@ class IncomingRooms:
         return self._rooms.get(number)
 
     def register(self, number: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Accept a room from the first sender that opens it.
-
-        Raises:
-            LinkError: The room is registered, or the receiver is closed.
-        """
+        """Accept a room from the first sender that opens it. Raise ``LinkError`` if it is registered, or after :meth:`close`."""
         with self._lock:
             if self._closed:
                 raise LinkError(f"{self._endpoint} takes no rooms: it is closed")
             if number in self._rooms:
                 raise LinkError(f"room {number} is registered; abort it before it is received again")
             self._rooms[number] = IncomingRoom(number, expected, sink)
-            self._metrics.add_rooms(1)
+            self._metrics.add("kv_link_rooms", 1)
 
-    def open(self, number: int, link: bytes) -> tuple[IncomingRoom | None, bool]:
-        """Assign a room to the link of the first sender that opens it.
-
-        Returns:
-            The room, None if it has ended; and whether it was complete when it ended for this sender.
-        """
+    def open(self, number: int, link: bytes) -> IncomingRoom | None:
+        """Assign a room to the link of the first sender that opens it. Return it; None if it has ended."""
         with self._lock:
             room = self._rooms.get(number)
             if room is not None and room.link is None:
                 room.link = link
-            return room, (link, number) in self._finished
+            return room
 
     def finished(self, number: int, link: bytes) -> RoomShape | None:
         """Return the shape of a room that was complete when it ended for this sender; None if it is not remembered."""
@@ -220,7 +198,10 @@ class IncomingRooms:
             return self._finished.get((link, number))
 
     def abort(self, number: int) -> None:
-        """Accept nothing more of a room. After this call its sink is not called. Waits for a running call."""
+        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
+
+        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
+        """
         with self._lock:
             room, failing = self._rooms.get(number), self._failing.get(number)
             if room is not None:
@@ -275,4 +256,4 @@ class IncomingRooms:
         """Remove a room, unless another room with its number was registered since. The caller holds the lock."""
         if self._rooms.get(room.number) is room:
             del self._rooms[room.number]
-            self._metrics.add_rooms(-1)
+            self._metrics.add("kv_link_rooms", -1)

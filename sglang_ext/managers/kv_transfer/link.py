@@ -4,7 +4,7 @@ A connection starts with Hello and Welcome. The sender then opens each room, and
 room, none. When a connection breaks, the next one repeats this, and missing parts are sent again.
 
 The receiver's grants bound the bytes in flight, and a token bucket paces them, so that an anchor waits for few earlier bytes. All links of
-a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (pacing.py:NetworkInterface).
+a prefill rank share the bucket. No link sends a residual while another link has an anchor to send (limits.py:NetworkInterface).
 """
 
 import logging
@@ -20,12 +20,10 @@ import zmq
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, WaitTimer, stream_label
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import POLL_SECONDS, ListenerNotifier, OutgoingRoom, OutgoingPart, SendListener, OutgoingQueue
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, LinkSettings, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,8 @@ MAX_IN_A_ROW = 32
 MAX_CANCELS = 4096
 # Seconds between timeout checks, before a reconnection, and for the last messages of a link that closes.
 CHECK_SECONDS, RECONNECT_SECONDS, CLOSE_SECONDS = 0.05, 0.1, 0.2
+# Seconds between checks whether libzmq still reads the bytes of a room that ended.
+POLL_SECONDS = 0.002
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
 QUIET_SECONDS = 0.02
 
@@ -45,10 +45,12 @@ class Link:
     Args:
         endpoint: Endpoint of a ``LinkServer`` (endpoints.py).
         settings: Settings of this end, which must equal the receiver's.
-        limits: Sizes and timeouts.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: Key pair of both ends; None for no encryption, on this machine only.
-        metrics: Metrics to update.
+
+    Attributes:
+        refusal: Why the receiver no longer serves this link; None while it does.
+        outstanding_bytes: Sent bytes that the receiver has not granted again; at most its window.
 
     Raises:
         LinkError: The endpoint is refused.
@@ -76,11 +78,12 @@ class Link:
         self._queue = OutgoingQueue(settings.codec, settings.tp_rank)
         self._unopened: list[int] = []
         self._cancels: deque[tuple[int, str]] = deque(maxlen=MAX_CANCELS)
-        self._listeners = ListenerNotifier(endpoint)
-        self._refusal: str | None = None
+        # Ended rooms whose listeners were not notified.
+        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
+        self.refusal: str | None = None
         self._closing = False
         # Used by the link's thread only.
-        self._outstanding, self._quiet_from = 0, 0.0
+        self.outstanding_bytes, self._quiet_from = 0, 0.0
         self._receiver = Reachability(endpoint, limits, metrics)
         self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
         self._thread.start()
@@ -96,19 +99,9 @@ class Link:
             return self._queue.unsent(stream)
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Sent bytes that the receiver has not granted again; at most its window."""
-        return self._outstanding
-
-    @property
     def connected(self) -> bool:
         """Whether the receiver answers."""
         return self._receiver.connected
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the receiver no longer serves this link; None while it does."""
-        return self._refusal
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
         """Open a room whose parts will be offered. An early call lets the receiver answer early which parts it has.
@@ -117,11 +110,11 @@ class Link:
             LinkError: The room is open, or the link is closed or was refused.
         """
         with self._lock:
-            if self._refusal or self._closing:
-                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
+            if self.refusal or self._closing:
+                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self.refusal or 'it is closed'}")
             self._queue.open(room, shape, listener)
             self._unopened.append(room)
-            self._metrics.add_rooms(1)
+            self._metrics.add("kv_link_rooms", 1)
             self._notify()
 
     def offer(self, room: int, part: OutgoingPart) -> bool:
@@ -143,8 +136,7 @@ class Link:
         return live
 
     def cancel(self, room: int, reason: str = "cancelled") -> None:
-        """Send nothing more of a room. Its listener's ``ended`` follows, unless it was called already. Does nothing if the room is not
-        open."""
+        """Send nothing more of a room. Its listener's ``ended`` follows. Does nothing if the room is not open."""
         with self._lock:
             self._end(room, f"the sender ended it: {reason}")
             self._cancels.append((room, reason))
@@ -167,23 +159,38 @@ class Link:
         """End a room. The thread notifies its listener once its bytes are no longer read. The caller holds the lock."""
         ended = self._queue.end(room)
         if ended is not None:
-            self._listeners.end(ended, reason)
-            self._metrics.add_rooms(-1)
+            self._ended.append((ended, reason))
+            self._metrics.add("kv_link_rooms", -1)
+
+    def _notify_ended(self, seconds: float = 0.0) -> None:
+        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait that long, then notify all."""
+        until = time.monotonic() + seconds
+        for _ in range(len(self._ended)):
+            room, reason = self._ended.popleft()
+            while not room.is_idle() and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            if not room.is_idle() and not seconds:
+                self._ended.append((room, reason))
+                continue
+            try:
+                room.listener.ended(room.number, reason)
+            except Exception:  # An error of a listener must not end the other rooms.
+                logger.exception("a listener of the link to %s raised", self.endpoint)
 
     def _run(self) -> None:
         try:
-            while not self._closing and not self._refusal:
+            while not self._closing and not self.refusal:
                 self._connect_once()
         except Exception:
             logger.exception("the link to %s ended; rooms on it fail", self.endpoint)
-            self._refusal = "an internal error ended the link; the log has it"
+            self.refusal = "an internal error ended the link; the log has it"
         with self._lock:
             self._closing = True
             for room in list(self._queue.rooms):
-                self._end(room, self._refusal or "this side closed the link")
+                self._end(room, self.refusal or "this side closed the link")
         # The sockets are closed, but libzmq may still read bytes for a moment.
         self._context.destroy(0)
-        self._listeners.notify_ended(CLOSE_SECONDS)
+        self._notify_ended(CLOSE_SECONDS)
         with self._lock:
             os.close(self._wake)
             self._wake = None
@@ -203,44 +210,43 @@ class Link:
             with self._lock:
                 rooms = list(self._queue.rooms)
                 self._queue.pause()
-            if last_words and connection.is_welcomed and not self._refusal:
+            if last_words and connection.is_welcomed and not self.refusal:
                 with suppress(BrokenConnection):
                     for room in rooms:
                         self._send_message(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
-            self._outstanding = 0
+            self.outstanding_bytes = 0
             self._interface.set_urgent(id(self), False)
             self._waits.set_wait_reason(None)
             self._receiver.disconnect()
-        if not self._closing and not self._refusal:
+        if not self._closing and not self.refusal:
             self._check_timeouts(None, time.monotonic())
-            self._listeners.notify_ended()
+            self._notify_ended()
             time.sleep(RECONNECT_SECONDS)
 
     def _serve(self, connection: Connection) -> None:
-        """Send and read until the link is closed or refused.
-
-        Raises:
-            BrokenConnection: The connection cannot be used any more.
-        """
+        """Send and read until the link is closed or refused. Raise ``BrokenConnection`` if the connection cannot be used any more."""
         poller = zmq.Poller()
         for source in (connection.socket, connection.monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         checked = 0.0
-        while not self._closing and not self._refusal:
+        while not self._closing and not self.refusal:
             now = time.monotonic()
             if now - checked >= CHECK_SECONDS:
                 self._check_timeouts(connection, now)
                 checked = now
             wait = self._send_frames(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._listeners.waiting else CHECK_SECONDS))))
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, POLL_SECONDS if self._ended else CHECK_SECONDS))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            if connection.socket in ready:
-                self._read_messages(connection)
+            for _ in range(MAX_IN_A_ROW if connection.socket in ready else 0):
+                message = connection.read()
+                if message is None:
+                    break
+                self._handle(connection, message)
             if connection.monitor in ready:
                 connection.read_event()
-            self._listeners.notify_ended()
+            self._notify_ended()
 
     def _send_frames(self, connection: Connection) -> float:
         """Send all frames that may be sent now. Return the seconds until more may be sent."""
@@ -273,7 +279,8 @@ class Link:
         begin = queued_part.offset
         payload = queued_part.part.payload[begin : begin + self._frame_bytes]
         is_residual = queued_part.part.stream is Stream.RESIDUAL
-        exceeds_limit = is_residual and connection.outstanding >= self._limits.max_residual_bytes(connection.rate)
+        most_residual = max(self._limits.residual_bytes, connection.rate * self._limits.residual_seconds)
+        exceeds_limit = is_residual and connection.outstanding >= most_residual
         takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not exceeds_limit
         self._interface.set_urgent(id(self), takes and not is_residual)
         if not takes:
@@ -288,11 +295,11 @@ class Link:
             return wait
         self._waits.set_wait_reason(None)
         size, tracker = connection.send_frame(wire.Frame(queued_part.header, begin), payload)
-        self._outstanding = connection.outstanding
+        self.outstanding_bytes = connection.outstanding
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
-        self._metrics.count_sent(len(payload), stream_label(queued_part.part.stream, room.shape))
+        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(queued_part.part.stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
         with self._lock:
@@ -302,22 +309,19 @@ class Link:
     def _send_message(self, connection: Connection, message: wire.FromSender) -> None:
         self._interface.take(connection.send_message(message), time.monotonic())
 
-    def _read_messages(self, connection: Connection) -> None:
-        for _ in range(MAX_IN_A_ROW):
-            message = connection.read()
-            if message is None:
-                return
-            self._handle(connection, message)
-
     def _handle(self, connection: Connection, message: wire.FromReceiver) -> None:
         match message:
             case wire.Refused(reason):
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
-                self._refusal = f"refused by {self.endpoint}: {reason}"
+                self.refusal = f"refused by {self.endpoint}: {reason}"
             case wire.HelloFirst(reason):
                 raise BrokenConnection(f"the receiver got an unexpected message: {reason}")
             case wire.Welcome(window):
-                self._welcome(connection, window)
+                most = min(connection.welcome(window), self._limits.frame_bytes)
+                self._frame_bytes = self._interface.frame_bytes(most)
+                self._receiver.welcome()
+                with self._lock:
+                    self._unopened = list(self._queue.rooms)
             case wire.Have():
                 self._confirm(message)
             case wire.Received(granted, acked):
@@ -332,43 +336,34 @@ class Link:
                 with self._lock:
                     self._end(room, f"the receiver ended it: {reason}")
 
-    def _welcome(self, connection: Connection, window: int) -> None:
-        most = min(connection.welcome(window), self._limits.frame_bytes)
-        self._frame_bytes = self._interface.frame_bytes(most)
-        self._receiver.welcome()
-        with self._lock:
-            self._unopened = list(self._queue.rooms)
-
     def _confirm(self, have: wire.Have) -> None:
         with self._lock:
             state = self._queue.rooms.get(have.room)
             if state is None or state.confirmed:
                 return
             try:
-                complete = self._queue.confirm(have)
+                self._queue.confirm(have)
             except LinkError as error:
                 self._end(have.room, str(error))
                 self._cancels.append((have.room, str(error)))
                 return
+            self._end_complete(have.room)
         self._receiver.record_progress()
-        self._notify_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
-        self._outstanding = connection.outstanding
+        self.outstanding_bytes = connection.outstanding
         self._receiver.record_progress(acknowledged=bool(acked))
         for part in acked:
             with self._lock:
-                complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
-            if complete:
-                self._notify_arrived(room, complete)
+                self._queue.arrived(part.room, part.stream, part.part)
+                self._end_complete(part.room)
 
-    def _notify_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
-        self._listeners.notify_arrived(room, streams)
-        with self._lock:
-            # The room may have ended in the meantime, and another room with its number may be open.
-            if self._queue.rooms.get(room.number) is room and room.complete:
-                self._end(room.number, None)
+    def _end_complete(self, number: int) -> None:
+        """End a room if the receiver has all of it. The caller holds the lock."""
+        room = self._queue.rooms.get(number)
+        if room is not None and room.complete:
+            self._end(number, None)
 
     def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
         with self._lock:
@@ -378,11 +373,7 @@ class Link:
                 self._cancels.append((room, reason))
 
     def _check_timeouts(self, connection: Connection | None, now: float) -> None:
-        """Fail rooms that exceed a timeout.
-
-        Raises:
-            BrokenConnection: The receiver is silent.
-        """
+        """Fail rooms that exceed a timeout. Raise ``BrokenConnection`` if the receiver is silent."""
         limits = self._limits
         reason = self._receiver.unreachable_reason(now)
         if reason is not None:

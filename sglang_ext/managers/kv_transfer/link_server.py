@@ -19,14 +19,12 @@ import numpy as np
 import zmq
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.part_assembly import Assembly, ReceivedPart
-from sglang_ext.managers.kv_transfer.connection import SenderConnection, ProtocolViolation
+from sglang_ext.managers.kv_transfer.connection import ProtocolViolation, ReceivedPart, SenderConnection
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint, listen
+from sglang_ext.managers.kv_transfer.incoming_rooms import IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics, stream_label
-from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms, RoomSink
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings, settings_mismatch, version_mismatch
-from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, PageHeader, RoomShape
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, stream_label
+from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, LinkError, LinkSettings, PageHeader, RoomShape, settings_mismatch, version_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +40,12 @@ class LinkServer:
     Args:
         endpoint: Endpoint to listen on (endpoints.py); port 0 takes a free port.
         settings: Settings of this end, which the senders' must equal.
-        limits: Sizes and timeouts.
         keys: Key pair of both ends; None for no encryption, on this machine only.
         take: Allocates this many bytes, in which parts are assembled and which sinks may keep. Called by the server's thread.
-        metrics: Metrics to update.
+
+    Attributes:
+        endpoint: The endpoint that it listens on.
+        rooms: Rooms to receive.
 
     Raises:
         LinkError: The endpoint is refused or in use.
@@ -71,7 +71,7 @@ class LinkServer:
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards the data that other threads pass to the thread.
         self._lock = threading.Lock()
-        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._queue_note, metrics)
+        self.rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._queue_note, metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
         # Results of the writer: connection, header, and message to the sender; None if the part's room has ended.
@@ -86,29 +86,9 @@ class LinkServer:
         self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
         self._thread.start()
 
-    def register(self, room: int, expected: ExpectedRoom, sink: RoomSink) -> None:
-        """Accept a room from the first sender that opens it.
-
-        Raises:
-            LinkError: The room is registered, or the server is closed.
-        """
-        self._rooms.register(room, expected, sink)
-
-    def abort(self, room: int) -> None:
-        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
-
-        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
-        """
-        self._rooms.abort(room)
-
-    @property
-    def rooms(self) -> int:
-        """Number of rooms that have not ended."""
-        return len(self._rooms)
-
     def close(self, timeout: float = 5.0) -> None:
         """End all rooms and the thread. Wait for the thread at most ``timeout`` seconds."""
-        self._rooms.close()
+        self.rooms.close()
         with self._lock:
             self._closing = True
             self._notify()
@@ -134,8 +114,8 @@ class LinkServer:
             logger.exception("the links of %s ended; rooms on them fail", self.endpoint)
             reason = "an internal error ended the receiver's links; the log has it"
         self._closing = True
-        for room in self._rooms.close():
-            self._rooms.fail(room, reason)
+        for room in self.rooms.close():
+            self.rooms.fail(room, reason)
         for address in list(self._peers):
             self._drop_connection(address)
         self._context.destroy(0)
@@ -148,13 +128,16 @@ class LinkServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in filter(lambda source: source is not None, (self._socket, self._zap, self._wake)):
-            poller.register(source, zmq.POLLIN)
+        for source in (self._socket, self._zap, self._wake):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
         checked = time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(1000 * (POLL_SECONDS if self._to_grant else CHECK_SECONDS)))
             if not ready:
-                self._grant_all()
+                # No message arrived for a moment.
+                for address in list(self._to_grant):
+                    self._grant(self._peers[address])
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._zap in ready:
@@ -212,7 +195,7 @@ class LinkServer:
                 case wire.Frame():
                     self._frame(peer, message, frames[1].buffer)
         except (ProtocolViolation, wire.WireError) as error:
-            self._metrics.count_refused("protocol")
+            self._metrics.count("kv_link_refused_frames", 1, "protocol")
             # A peer without Hello may be any program. It is answered only if its message is valid.
             if peer is not None:
                 logger.warning("%s received an invalid message of a sender: %s; the sender has to reconnect", self.endpoint, error)
@@ -232,46 +215,46 @@ class LinkServer:
             self._metrics.count_reconnect()
         if hello.link in self._links:
             self._drop_connection(self._links[hello.link].address)
-        peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
+        peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), self._take_memory, self._reader)
         self._drop_connection(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
-        self._metrics.add_links(1)
+        self._metrics.add("kv_links", 1)
         self._send(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
-        state, finished = self._rooms.open(room, peer.link)
-        if state is None and finished:
+        state = self.rooms.open(room, peer.link)
+        if state is None and self.rooms.finished(room, peer.link) is not None:
             self._send(peer.address, wire.Have.all_of(room, shape))
         elif state is None:
             self._send(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:
             self._send(peer.address, wire.Ended(room, "another sender opened it before"))
         elif shape != state.expected.shape:
-            self._rooms.fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
+            self.rooms.fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
         else:
             self._send(peer.address, state.have())
-            self._rooms.finish(state)
+            self.rooms.finish(state)
 
     def _cancel(self, peer: SenderConnection, room: int, reason: str) -> None:
-        state = self._rooms.get(room)
+        state = self.rooms.get(room)
         if state is not None and state.link in (None, peer.link):
-            self._rooms.fail(state, f"the sender ended it: {reason}", tell=False)
+            self.rooms.fail(state, f"the sender ended it: {reason}", tell=False)
 
     def _frame(self, peer: SenderConnection, frame: wire.Frame, payload: memoryview) -> None:
         peer.take(len(payload))
         self._to_grant.add(peer.address)
-        state = self._rooms.get(frame.header.room)
+        state = self.rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
             # The room was aborted or has failed, which the sender was told, or it is complete.
-            peer.assembly.drop(frame.header.stream)
+            peer.drop(frame.header.stream)
             self._acknowledge_again(peer, frame, len(payload))
             return
-        self._metrics.count_received(len(payload), stream_label(frame.header.stream, state.expected.shape))
+        self._metrics.count("kv_link_received_bytes", len(payload), stream_label(frame.header.stream, state.expected.shape))
         try:
             self._part(peer, state, frame, payload)
         except LinkError as error:
-            self._rooms.fail(state, str(error))
+            self.rooms.fail(state, str(error))
         self._grant_if_much(peer)
 
     def _acknowledge_again(self, peer: SenderConnection, frame: wire.Frame, size: int) -> None:
@@ -280,7 +263,7 @@ class LinkServer:
         The room was finished by parts of a broken connection while this part was sent again, so no other acknowledgement follows.
         """
         header = frame.header
-        shape = self._rooms.finished(header.room, peer.link)
+        shape = self.rooms.finished(header.room, peer.link)
         number = None if shape is None or frame.offset + size < header.size else shape.part(header.stream, header.page, header.layers)
         if number is not None:
             peer.acked.append(wire.Acked(header.room, header.stream, number))
@@ -293,7 +276,7 @@ class LinkServer:
                 raise LinkError(f"received a part of codec {header.codec!r} and rank {header.rank}; agreed on is {agreed}")
             number = state.part(header)
         except LinkError:
-            self._metrics.count_refused("bounds")
+            self._metrics.count("kv_link_refused_frames", 1, "bounds")
             raise
         whole = peer.assemble(frame, payload)
         if whole is not None:
@@ -308,12 +291,12 @@ class LinkServer:
                 reply = wire.Retransmit(state.number, header.stream, number)
             elif state.write(number, header, whole.content):
                 reply = wire.Acked(state.number, header.stream, number)
-                self._rooms.finish(state)
+                self.rooms.finish(state)
         except LinkError as error:
-            self._rooms.fail(state, str(error))
+            self.rooms.fail(state, str(error))
         except Exception:
             logger.exception("a part of room %d cannot be written", state.number)
-            self._rooms.fail(state, "an internal error ended it; the receiver's log has it")
+            self.rooms.fail(state, "an internal error ended it; the receiver's log has it")
         with self._lock:
             self._written.append((peer, header, reply))
             self._notify()
@@ -333,14 +316,14 @@ class LinkServer:
             self._grant_if_much(peer)
 
     def _request_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
-        self._metrics.count_refused("checksum")
-        state = self._rooms.get(again.room)
+        self._metrics.count("kv_link_refused_frames", 1, "checksum")
+        state = self.rooms.get(again.room)
         if state is None or state.link != peer.link:
             return
         if state.can_retry(again.stream, again.part, self._limits.repeats):
             self._send(peer.address, again)
         else:
-            self._rooms.fail(
+            self.rooms.fail(
                 state, f"{header.stream} of page {header.page} was received with a wrong checksum {self._limits.repeats + 1} times"
             )
 
@@ -354,11 +337,6 @@ class LinkServer:
         if received is not None:
             self._send(peer.address, received)
 
-    def _grant_all(self) -> None:
-        """Send all outstanding grants. Called when no message arrived for a moment."""
-        for address in list(self._to_grant):
-            self._grant(self._peers[address])
-
     def _send_notes(self) -> None:
         while self._notes:
             link, note = self._notes.popleft()
@@ -371,8 +349,8 @@ class LinkServer:
         gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
         if not gone:
             return
-        for state in self._rooms.opened_by(gone):
-            self._rooms.fail(state, f"its sender is silent for {self._limits.resume_seconds:g} s", tell=False)
+        for state in self.rooms.opened_by(gone):
+            self.rooms.fail(state, f"its sender is silent for {self._limits.resume_seconds:g} s", tell=False)
         for link in gone:
             del self._heard[link]
             if link in self._links:
@@ -383,7 +361,7 @@ class LinkServer:
         self._to_grant.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
-            self._metrics.add_links(-1)
+            self._metrics.add("kv_links", -1)
 
     def _send(self, address: bytes, message: wire.FromReceiver) -> None:
         try:

@@ -9,22 +9,16 @@ next.
 A part of a higher stream interrupts a lower one, which continues afterwards. At most one part of each stream is partially sent.
 """
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Have, LayerRange, LinkError, PageHeader, RoomShape, Stream
 
-logger = logging.getLogger(__name__)
-
-# Seconds between checks whether libzmq still reads the bytes of a room that ended.
-POLL_SECONDS = 0.002
 # Streams by descending priority.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
@@ -34,11 +28,10 @@ class OutgoingPart:
     """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
 
     Attributes:
-        stream: Anchor, aux or residual.
         payload: Contiguous bytes; they are not copied.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; any value for aux.
-        prefix_hash: 32 bytes (page_hashes.py), or empty.
+        prefix_hash: 32 bytes (page_codec.py), or empty.
     """
 
     stream: Stream
@@ -55,14 +48,7 @@ class OutgoingPart:
 
 @dataclass(eq=False)
 class QueuedPart:
-    """A part that is queued or being sent.
-
-    Attributes:
-        room, number: The room, and the part's number in its stream.
-        header: Header with checksum.
-        offset: Offset in bytes of the next frame.
-        repeats: Number of wrong checksums so far.
-    """
+    """A part that is queued or being sent. ``number`` is its number in its stream, ``offset`` that of its next frame in bytes."""
 
     room: int
     number: int
@@ -73,14 +59,10 @@ class QueuedPart:
 
 
 class SendListener(Protocol):
-    """Callbacks for an outgoing room. The link's thread calls them, so they must be quick. They may call methods for other rooms."""
-
-    def arrived(self, room: int, stream: Stream) -> None:
-        """The receiver has checked and written all parts of a stream."""
+    """Callback for an outgoing room. The link's thread calls it, so it must be quick. It may call methods for other rooms."""
 
     def ended(self, room: int, reason: str | None) -> None:
-        """The room is complete (None), or failed for this reason. The last call, made once the link reads none of the room's bytes any
-        more."""
+        """The room is complete (None), or failed for this reason. The last call, once the link reads none of the room's bytes."""
 
 
 @dataclass(eq=False)
@@ -88,7 +70,6 @@ class OutgoingRoom:
     """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        listener: Listener of the room.
         opened: Time of opening, in seconds of ``time.monotonic``.
         reading: Trackers of frames that libzmq may still read.
         confirmed: Whether the receiver has answered on this connection which parts it has.
@@ -96,7 +77,6 @@ class OutgoingRoom:
         waiting: Offered parts that wait for other parts of the room.
         sent_parts: Numbers of parts that were completely sent on this connection, or are acknowledged.
         acknowledged_parts: Numbers of acknowledged parts.
-        reported_streams: Streams whose completion was reported to the listener.
     """
 
     number: int
@@ -109,7 +89,6 @@ class OutgoingRoom:
     waiting: dict[Stream, deque[QueuedPart]] = field(default_factory=lambda: {stream: deque() for stream in Stream})
     sent_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     acknowledged_parts: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
-    reported_streams: set[Stream] = field(default_factory=set)
 
     def is_idle(self) -> bool:
         """Return whether libzmq no longer reads any of its bytes."""
@@ -122,66 +101,14 @@ class OutgoingRoom:
         """Whether all parts are acknowledged."""
         return all(len(self.acknowledged_parts[stream]) == self.shape.parts(stream) for stream in Stream)
 
-    def newly_complete(self) -> list[Stream]:
-        """Return complete streams that were not reported before, and mark them as reported. Streams without parts are never reported."""
-        complete = [stream for stream in Stream if 0 < self.shape.parts(stream) == len(self.acknowledged_parts[stream])]
-        streams = [stream for stream in complete if stream not in self.reported_streams]
-        self.reported_streams.update(streams)
-        return streams
-
     def can_send(self, stream: Stream) -> bool:
         """Return whether no part of the room must be sent before those of a stream."""
         before = {Stream.ANCHOR: (), Stream.AUX: (Stream.ANCHOR,), Stream.RESIDUAL: (Stream.ANCHOR, Stream.AUX)}[stream]
         return self.confirmed and all(len(self.sent_parts[earlier]) == self.shape.parts(earlier) for earlier in before)
 
 
-class ListenerNotifier:
-    """Calls the listeners of a link's rooms. Used by the link's thread, except :meth:`end`.
-
-    Args:
-        endpoint: The receiver's endpoint, for the log.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a room has ended whose listener was not notified."""
-        return bool(self._ended)
-
-    def end(self, room: OutgoingRoom, reason: str | None) -> None:
-        """Record that a room has ended. The link's thread notifies its listener later. Called from any thread."""
-        self._ended.append((room, reason))
-
-    def notify_arrived(self, room: OutgoingRoom, streams: Sequence[Stream]) -> None:
-        """Report streams whose parts have all arrived."""
-        for stream in streams:
-            self._call(room.listener.arrived, room.number, stream)
-
-    def notify_ended(self, seconds: float = 0.0) -> None:
-        """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait at most that long, then notify
-        all."""
-        until = time.monotonic() + seconds
-        for _ in range(len(self._ended)):
-            room, reason = self._ended.popleft()
-            while not room.is_idle() and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
-            if room.is_idle() or seconds:
-                self._call(room.listener.ended, room.number, reason)
-            else:
-                self._ended.append((room, reason))
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        try:
-            function(*arguments)
-        except Exception:  # An error of a listener must not end the other rooms.
-            logger.exception("a listener of the link to %s raised", self._endpoint)
-
-
 class OutgoingQueue:
-    """All rooms of one link. Callers hold a lock.
+    """All rooms of one link. Callers hold a lock. Methods raise ``LinkError`` for parts and rooms that the state does not allow.
 
     Attributes:
         rooms: Rooms that have not ended.
@@ -195,11 +122,7 @@ class OutgoingQueue:
         self._queues: dict[Stream, deque[QueuedPart]] = {stream: deque() for stream in _ORDER}
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """Open a room whose parts will be offered.
-
-        Raises:
-            LinkError: The room is open.
-        """
+        """Open a room whose parts will be offered."""
         if room in self.rooms:
             raise LinkError(f"room {room} is open on this link; cancel the room before it is sent again")
         self.rooms[room] = OutgoingRoom(room, shape, listener)
@@ -210,11 +133,7 @@ class OutgoingQueue:
         return PageHeader(room, *stated).sealed(part.payload)
 
     def offer(self, part: OutgoingPart, header: PageHeader) -> bool:
-        """Queue a part with its :meth:`header`. Return False if the room has ended.
-
-        Raises:
-            LinkError: The room has no such part, or the part was offered before.
-        """
+        """Queue a part with its :meth:`header`. Return False if the room has ended."""
         room = header.room
         if room not in self.rooms:
             return False
@@ -230,12 +149,8 @@ class OutgoingQueue:
         self._release(state)
         return True
 
-    def confirm(self, have: Have) -> list[Stream]:
-        """Record which parts of a room the receiver has; the room may then be sent. Return the streams that this completes.
-
-        Raises:
-            LinkError: The receiver claims a part that the room does not have.
-        """
+    def confirm(self, have: Have) -> None:
+        """Record which parts of a room the receiver has; the room may then be sent."""
         room = self.rooms[have.room]
         found = {
             Stream.ANCHOR: set(_bits(have.anchors)),
@@ -253,7 +168,6 @@ class OutgoingQueue:
                 self._arrived(room, stream, number)
             room.waiting[stream] = deque(sending for sending in room.waiting[stream] if sending.number not in numbers)
         self._release(room)
-        return room.newly_complete()
 
     def next(self) -> QueuedPart | None:
         """Return the part whose next frame is sent, until a part of higher priority is queued."""
@@ -263,8 +177,7 @@ class OutgoingQueue:
         return None
 
     def next_early_residual(self) -> QueuedPart | None:
-        """Queue and return the first residual whose anchor was sent, before the other anchors of its room. For use when nothing else can be
-        sent."""
+        """Queue and return the first residual whose anchor was sent, before the other anchors of its room."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
             if room.confirmed and waiting and waiting[0].number in room.sent_parts[Stream.ANCHOR]:
@@ -286,20 +199,14 @@ class OutgoingQueue:
         room.sent_parts[sending.part.stream].add(sending.number)
         self._release(room)
 
-    def arrived(self, room: int, stream: Stream, number: int) -> list[Stream]:
-        """Record the acknowledgement of a part. Return the streams that this completes. Unexpected acknowledgements are ignored."""
+    def arrived(self, room: int, stream: Stream, number: int) -> None:
+        """Record the acknowledgement of a part. Unexpected acknowledgements are ignored."""
         state = self.rooms.get(room)
-        if state is None or (stream, number) not in state.offered or number not in state.sent_parts[stream]:
-            return []
-        self._arrived(state, stream, number)
-        return state.newly_complete()
+        if state is not None and (stream, number) in state.offered and number in state.sent_parts[stream]:
+            self._arrived(state, stream, number)
 
     def retransmit(self, room: int, stream: Stream, number: int, most: int) -> None:
-        """Send a part again, before other parts of its stream.
-
-        Raises:
-            LinkError: The part was retransmitted ``most`` times, or it is not in flight.
-        """
+        """Send a part again, before other parts of its stream, at most ``most`` times."""
         state = self.rooms.get(room)
         if state is None:
             return

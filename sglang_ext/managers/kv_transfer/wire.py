@@ -1,18 +1,20 @@
 """The wire format of a link: tagged msgspec structs in MessagePack, with bounds on each field. Nothing is unpickled.
 
+Also the settings that both ends must agree on before any KV is transferred, and the error that names the difference.
+
 A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part. Structs are encoded as arrays, so the order of their fields
 is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/disaggregation/golden pins them).
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from sglang_ext.managers.kv_transfer.page_hashes import HASH_BYTES
-from sglang_ext.managers.kv_transfer.link_settings import LinkSettings, Name
+from sglang_ext.config.disaggregation_options import CODES
 
 VERSION = 2
 # Maximum bytes of a frame's payload, and of a part.
@@ -24,6 +26,12 @@ FRAME_OVERHEAD = 512
 # Maximum of parts in a stream of one room, and of acknowledgements in one message.
 MAX_PARTS, MAX_ACKS = 1 << 20, 4096
 
+# Bytes of a hash.
+HASH_BYTES = 32
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+OptionValue = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Annotated[str, Meta(max_length=128)]
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 LayerIndex = Annotated[int, Meta(ge=0, le=4096)]
@@ -32,8 +40,43 @@ Reason = Annotated[str, Meta(max_length=2048)]
 Bitmap = Annotated[bytes, Meta(max_length=MAX_PARTS // 8)]
 
 
+class LinkError(Exception):
+    """A link, or a room on it, cannot work. The message has the value, the allowed values and the remedy."""
+
+
 class WireError(ValueError):
     """The data is not a message of this version."""
+
+
+class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Settings of one end of a link. Both ends' settings must be equal.
+
+    Attributes:
+        model_key: Key of the model's weights (mem_cache/scores.py).
+        pool_dtype: Dtype of SGLang's KV pool, such as ``bfloat16``.
+        layers, kv_heads: Layers and KV heads of this rank.
+        key_dim, value_dim: Elements of a head.
+        page_size: Tokens in a page of the codec; the last page of a request may hold fewer.
+        codec, codec_version: Codec that encodes the pages.
+        codec_options: Options of the codec that change its bytes, by name.
+        reference: What anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's bits, ``raw``
+            KV without a codec, ``lossy`` an approximation.
+        tp_rank, tp_size: Tensor parallel rank and size of both ends.
+    """
+
+    model_key: Name
+    pool_dtype: Name
+    layers: Count
+    kv_heads: Count
+    key_dim: Count
+    value_dim: Count
+    page_size: Count
+    codec: Name
+    codec_version: Count
+    codec_options: Annotated[dict[Name, OptionValue], Meta(max_length=32)]
+    reference: Literal["int8", "exact", "raw", "lossy"]
+    tp_rank: Annotated[int, Meta(ge=0, le=1 << 20)]
+    tp_size: Count
 
 
 class Stream(StrEnum):
@@ -94,14 +137,11 @@ class PageHeader(Message):
     """Header of a part.
 
     Attributes:
-        room: Room of the request.
-        stream: Anchor, residual or aux.
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; meaningless for aux.
-        rank: Rank of the sender.
-        codec: Name of the codec that encoded the bytes.
+        rank, codec: Rank of the sender, and name of the codec that encoded the bytes.
         size: Bytes of the part.
-        prefix_hash: Hash of the tokens up to the page's end (page_hashes.py), 32 bytes; empty if there is none.
+        prefix_hash: Hash of the tokens up to the page's end (page_codec.py), 32 bytes; empty if there is none.
         checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
     """
 
@@ -235,43 +275,82 @@ class Pong(Message, tag="pong"):
 
 FromSender = Hello | Open | Frame | Cancel | Ping
 FromReceiver = Welcome | Refused | HelloFirst | Have | Received | Retransmit | Ended | Pong
-_from_sender = msgspec.msgpack.Decoder(FromSender)
-_from_receiver = msgspec.msgpack.Decoder(FromReceiver)
-_settings = msgspec.msgpack.Decoder(LinkSettings)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_from_sender(data: bytes | memoryview) -> FromSender:
-    """Decode a message of a sender.
+def make_decoder(kind: Any, name: str, version: int, most: int, remedy: str = "") -> Callable[[bytes | memoryview], Any]:
+    """Return a function that decodes messages of a kind, of at most ``most`` bytes. It raises :class:`WireError` for other data."""
+    decoder = msgspec.msgpack.Decoder(kind)
 
-    Raises:
-        WireError: The data is too long, or is not a message of a sender.
+    def decode(data: bytes | memoryview) -> Any:
+        if len(data) > most:
+            raise WireError(f"a {name} of {len(data)} bytes; at most {most} are read: the peer speaks another protocol")
+        try:
+            return decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WireError(f"no {name} of version {version}: {error}{remedy}") from error
+
+    return decode
+
+
+decode_from_sender: Callable[[bytes | memoryview], FromSender] = make_decoder(FromSender, "message", VERSION, MAX_MESSAGE_BYTES)
+decode_from_receiver: Callable[[bytes | memoryview], FromReceiver] = make_decoder(FromReceiver, "message", VERSION, MAX_MESSAGE_BYTES)
+# Settings of a Hello of this version.
+decode_settings: Callable[[bytes], LinkSettings] = make_decoder(LinkSettings, "message", VERSION, MAX_MESSAGE_BYTES)
+
+# Reference of codecs for benchmarks: no stream restores the original KV.
+LOSSY = "lossy"
+_SAME_CODES = (
+    "give both servers the same --kv-mode lossy, --kv-compressor, --kv-more-compressors, --kv-bits, --kv-partition and --kv-prefill, or "
+    "neither: prompts are transferred as quantized KV"
+)
+_SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
+_REMEDIES = {
+    "model_key": "serve the same weights on both sides",
+    "pool_dtype": "give both servers the same --dtype and the same --kv-cache-dtype",
+    "layers": "serve the same model on both sides, with the same pipeline ranks",
+    "kv_heads": "give both servers the same --tp-size",
+    "key_dim": "serve the same model on both sides",
+    "value_dim": "serve the same model on both sides",
+    "page_size": "install the same version of sglang-ext on both sides, which gives equal pools equal pages",
+    "codec": _SAME_CODEC,
+    "codec_version": "install the same version of sglang-ext on both sides",
+    "codec_options": _SAME_CODEC,
+    "reference": _SAME_CODEC,
+    "tp_rank": "connect each rank to the receiver of its own rank",
+    "tp_size": "give both servers the same --tp-size",
+}
+
+
+def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
+    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal.
+
+    The page size is compared last, because it follows from other fields.
     """
-    return _decode(_from_sender, data)
+    for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
+        ours, theirs = getattr(here, field), getattr(peer, field)
+        if ours != theirs:
+            remedy = _REMEDIES[field]
+            if field == "codec_options":
+                remedy = options_mismatch(ours, theirs)
+                ours, theirs = ({name: each.get(name) for name in _differing_options(ours, theirs)} for each in (ours, theirs))
+            return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
+    return None
 
 
-def decode_from_receiver(data: bytes | memoryview) -> FromReceiver:
-    """Decode a message of a receiver.
-
-    Raises:
-        WireError: The data is too long, or is not a message of a receiver.
-    """
-    return _decode(_from_receiver, data)
+def _differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
+    return [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
 
 
-def decode_settings(data: bytes) -> LinkSettings:
-    """Decode the settings of a Hello of this version.
-
-    Raises:
-        WireError: The data is not valid settings.
-    """
-    return _decode(_settings, data)
+def options_mismatch(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
+    """Return which options differ, and the remedy."""
+    names = _differing_options(ours, theirs)
+    coded = all(name.startswith(CODES) for name in names)
+    return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, data: bytes | memoryview):
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read: the peer speaks another protocol")
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no message of version {VERSION}: {error}") from error
+def version_mismatch(here: int, peer: int) -> str | None:
+    """Return why a peer with another version of the wire format is refused; None if equal. Checked before all settings."""
+    if here == peer:
+        return None
+    return f"protocol is {here} at the receiver and {peer} at the sender; install the same version of sglang-ext on both sides"

@@ -33,20 +33,26 @@ STALL = 4.0
 NO_FIXED_TIME = 0.01
 
 
+def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
+    """Mean tokens of a round of ``drafts`` draft steps, with the bonus token. ``probability``: that of a draft token's acceptance."""
+    # At probability 1 the formula divides by 0.
+    p = np.minimum(probability, 1 - 1e-9)
+    return (1 - p ** (drafts + 1)) / (1 - p)
+
+
 class BatchLoad(NamedTuple):
     """The size of a batch, on which the time of a forward depends.
 
     Attributes:
-        requests: Number of requests.
         tokens: Context tokens of all requests.
         uncompressed: Context tokens of the requests that have no compressed KV yet.
-        every: Selection interval, in steps; 1 for methods that do not select in steps.
+        selection_interval: In steps; 1 for methods that do not select in steps.
     """
 
     requests: int
     tokens: int
     uncompressed: int = 0
-    every: int = 1
+    selection_interval: int = 1
 
     @classmethod
     def of(cls, lengths: Sequence[int], uncompressed: int = 0) -> "BatchLoad":
@@ -63,11 +69,14 @@ class RoundTimes(NamedTuple):
     """The steps of a round, and its measured seconds.
 
     Attributes:
-        num_draft_steps: Number of draft steps; 0 in plain decoding.
-        num_plain_steps: Number of plain steps; 0 in a round with drafts.
+        num_draft_steps, num_plain_steps: Number of steps; one of both is 0.
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
-        drafting: Seconds of all draft steps.
-        whole: Seconds from the first step to the next round.
+        drafting: Seconds of all draft steps, from the moment when the first one is prepared.
+        whole: Seconds of the round without ``compressing``, up to the next round.
+        later_steps: Seconds of the steps after the first one; None if there are none.
+        num_rounds: Number of rounds that are added up.
+        follows_plain: Whether the round before was plain. Then the host planned this round while the device computed the one before. After
+            drafts or a prefill the device waits for the host.
     """
 
     num_draft_steps: int
@@ -75,32 +84,50 @@ class RoundTimes(NamedTuple):
     compressing: float
     drafting: float
     whole: float
+    later_steps: float | None = None
+    num_rounds: int = 1
+    follows_plain: bool = True
+
+    @property
+    def plain_step(self) -> float | None:
+        """Seconds of a step of plain decoding. None if the round has none that did not wait for the host."""
+        if self.follows_plain:
+            return self.whole / self.num_plain_steps
+        return None if self.later_steps is None else self.later_steps / (self.num_plain_steps - 1)
+
+    @property
+    def draft_step(self) -> float:
+        """Seconds of a draft step. The device waits for the first step of a round, so if there are others, their mean counts."""
+        if self.later_steps is None:
+            return self.drafting / self.num_draft_steps
+        return self.later_steps / (self.num_draft_steps - self.num_rounds)
+
+    @property
+    def rest(self) -> float:
+        """Seconds of the round without its draft steps: the wait for the first step, the verification, and the time to the next round."""
+        return self.whole - self.num_draft_steps * self.draft_step
+
+    def plus(self, other: "RoundTimes") -> "RoundTimes":
+        """The times of both together."""
+        known = [each for each in (self.later_steps, other.later_steps) if each is not None]
+        sums = (a + b for a, b in zip(self[:5], other[:5]))
+        return RoundTimes(*sums, sum(known) if known else None, self.num_rounds + other.num_rounds)
 
 
 @dataclass
 class RecentTimes:
-    """The newest times of one kind of work.
+    """The last :data:`RECENT_TIMES` times of one kind of work, in seconds."""
 
-    Attributes:
-        newest: Seconds, the newest last.
-    """
-
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
 
     @property
     def seconds(self) -> float:
         """The median; of an even number the lower middle one; 0 if there is no time."""
-        return median_low(self.newest) if self.newest else 0.0
+        return median_low(self.times) if self.times else 0.0
 
 
 class TimeSample(NamedTuple):
-    """A measured time.
-
-    Attributes:
-        coordinates: Coordinates of the load, in doublings.
-        size: Bytes that the forward read.
-        seconds: Its time.
-    """
+    """A measured time: coordinates of the load in doublings, bytes that the forward read, and seconds."""
 
     coordinates: tuple[float, ...]
     size: float
@@ -109,12 +136,7 @@ class TimeSample(NamedTuple):
 
 @dataclass
 class ForwardTimeModel:
-    """The base model: a forward takes ``fixed + per_byte * bytes`` seconds.
-
-    Attributes:
-        fixed: Seconds of any forward.
-        per_byte: Seconds for each byte that it reads.
-    """
+    """The base model: a forward takes ``fixed + per_byte * bytes`` seconds."""
 
     fixed: float = 0.0
     # Before the first measurement any value above 0 works, because only ratios of predictions are used.
@@ -124,11 +146,8 @@ class ForwardTimeModel:
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
         """The base model with the smallest squared relative errors, and no negative part.
 
-        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes.
-
-        Args:
-            sizes: Bytes, above 0, [times].
-            seconds: Measured times, above 0, [times].
+        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes. ``sizes``: bytes, [times];
+        ``seconds``: measured times, [times]; all above 0.
         """
         from scipy.optimize import nnls
 
@@ -139,18 +158,14 @@ class ForwardTimeModel:
         found, _ = nnls(rows, np.append(np.ones(len(sizes)), 0.0))
         return cls(float(found[0]), float(found[1]) / scale)
 
-    def seconds(self, size: float) -> float:
+    def seconds(self, size: float | np.ndarray) -> float | np.ndarray:
         """Seconds of a forward that reads ``size`` bytes."""
         return self.fixed + self.per_byte * size
 
 
 @dataclass
 class MeasuredTimes:
-    """The measured times of one kind of work.
-
-    Attributes:
-        cells: The newest samples of each cell of the grid.
-    """
+    """The measured times of one kind of work: the newest samples of each cell of the grid."""
 
     cells: dict[tuple[int, ...], deque[TimeSample]] = field(default_factory=dict)
     # The sample with the median time of each cell; of an even number the lower middle one.
@@ -162,15 +177,9 @@ class MeasuredTimes:
         columns = (np.array(column, dtype=float) for column in zip(*self._median.values()))
         return *columns, np.array([len(cell) for cell in self.cells.values()])
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Bytes of the median sample of each cell."""
-        return self._medians[1]
-
-    @property
-    def seconds(self) -> np.ndarray:
-        """Times of the median sample of each cell."""
-        return self._medians[2]
+    def fit(self) -> ForwardTimeModel:
+        """The base model of the median samples."""
+        return ForwardTimeModel.fitted(*self._medians[1:3])
 
     def observe(self, sample: TimeSample) -> None:
         """Record a measured time."""
@@ -193,9 +202,10 @@ class MeasuredTimes:
         seconds = base.seconds(size)
         if not self.cells:
             return seconds
+        _, sizes, measured, counts = self._medians
         weights = np.exp(-self._squares(coordinates) / (2 * CORRECTION_RANGE**2))
-        corrections = np.log(self.seconds / (base.fixed + base.per_byte * self.sizes))
-        weights[(self._medians[3] == 1) & (corrections > np.log(STALL))] = 0.0
+        corrections = np.log(measured / base.seconds(sizes))
+        weights[(counts == 1) & (corrections > np.log(STALL))] = 0.0
         return seconds * float(np.exp(weights @ corrections / (weights.sum() + NO_CORRECTION)))
 
     def _squares(self, coordinates: tuple[float, ...]) -> np.ndarray:
@@ -230,25 +240,26 @@ class RoundCosts:
     def observe(self, load: BatchLoad, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
         if not spent.num_draft_steps:
-            if spent.whole > 0:
-                self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.whole / spent.num_plain_steps))
-                self._base = ForwardTimeModel.fitted(self.plain_step_times.sizes, self.plain_step_times.seconds)
+            if spent.plain_step:
+                self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.plain_step))
+                self._base = self.plain_step_times.fit()
             return
         if load.uncompressed:
-            self.compressing.newest.append(spent.compressing / load.uncompressed)
-        if spent.drafting > 0:
-            self.draft_times.observe(TimeSample(self._draft_coordinates(load), self._bytes(load, self.share), spent.drafting / spent.num_draft_steps))
+            self.compressing.times.append(spent.compressing / load.uncompressed)
+        # The time of a round's only draft step includes the wait for it. So it counts only if no other time is known.
+        has_later_steps = spent.num_draft_steps > spent.num_rounds
+        if spent.drafting > 0 and (has_later_steps or not self.draft_times.cells):
+            self.draft_times.observe(TimeSample(self._draft_coordinates(load), self._bytes(load, self.share), spent.draft_step))
             if not self.plain_step_times.cells:
-                self._base = ForwardTimeModel.fitted(self.draft_times.sizes, self.draft_times.seconds)
-        if spent.whole > spent.drafting:
-            self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), spent.whole - spent.drafting))
+                self._base = self.draft_times.fit()
+        rest = spent.rest if has_later_steps else spent.whole - spent.num_draft_steps * self.draft_seconds(load)
+        if rest > 0:
+            self.rest_times.observe(TimeSample(self._rest_coordinates(load, spent.num_draft_steps), self._bytes(load), rest))
 
     def step_seconds(self, load: BatchLoad) -> float:
-        """Seconds of a plain step.
-
-        A single measured step may have stalled. So until a second one is measured near the load, the time of a verification, which reads as
-        much, is the upper limit.
-        """
+        """Seconds of a plain step."""
+        # A single measured step may have stalled. Until a second one is measured near the load, the time of a verification, which reads as
+        # much, is the upper limit.
         step = self.plain_step_times.predict(load.coordinates, self._bytes(load), self._base)
         return min(step, self.rest_seconds(load, 1)) if self.rest_times.cells and not self.plain_step_times.is_confirmed(load.coordinates) else step
 
@@ -262,7 +273,7 @@ class RoundCosts:
 
     def compressing_seconds(self, load: BatchLoad) -> float:
         """Seconds to create compressed KV for the requests that have none. Before it is measured: the time to read their full KV once."""
-        return load.uncompressed * (self.compressing.seconds if self.compressing.newest else self._base.per_byte * self.token_bytes)
+        return load.uncompressed * (self.compressing.seconds if self.compressing.times else self._base.per_byte * self.token_bytes)
 
     def round_seconds(self, load: BatchLoad, drafts: Sequence[int]) -> np.ndarray:
         """Seconds of rounds with these numbers of draft steps, float64 [rounds]; 0 means a plain step."""
@@ -284,7 +295,7 @@ class RoundCosts:
 
     @staticmethod
     def _draft_coordinates(load: BatchLoad) -> tuple[float, ...]:
-        return *load.coordinates, INTERVAL_DISTANCE * log2(load.every)
+        return *load.coordinates, INTERVAL_DISTANCE * log2(load.selection_interval)
 
     def _rest_coordinates(self, load: BatchLoad, drafts: int) -> tuple[float, ...]:
         return *load.coordinates, WIDTH_DISTANCE * log2(self._width(drafts))

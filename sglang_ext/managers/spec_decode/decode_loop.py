@@ -12,34 +12,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import KVDraftInput, select_requests
-from sglang_ext.managers import integrity
-from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
-from sglang_ext.managers.kv_offload.policy import OffloadPolicy
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
-from sglang_ext.managers.spec_decode.draft_report import DraftReport
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
-from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
-from sglang_ext.managers.spec_decode.request_states import output_end, write_counters
-from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput, RoundResult, merge_outputs
-from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
-from sglang_ext.managers.spec_decode.round_setup import RoundSetup
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
+from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, StepRunner, Verifier
+from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
+from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.round_report import RoundReport
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, RoundResult, merge_outputs
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, RoundTimer, SelectionInterval
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
-from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.managers.feature import Worker
 
 PublishLengths = Callable[[torch.Tensor], None]
 DecodeBatch = Callable[["ScheduleBatch", PublishLengths | None], RoundResult]
@@ -52,58 +45,40 @@ class DecodeLoop:
     """Runs the decode rounds of a worker's batches.
 
     Attributes:
-        worker: Owns the draft states, the compressed KV and the recorded queries.
         round_timer: Chooses draft lengths, and measures rounds.
-        steps: Runs forwards of one token per request.
-        verifier: Runs verifications.
         setup: Plans rounds, and compresses and loads the KV that they need.
-        full_kv: Says when the full KV of a request is ready for a verification.
-        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if none may leave.
-        timeline: Records events for a benchmark; None otherwise.
-        gathered: Pending drafts of each row.
-        penalties: Token counts of the outputs that have penalties.
+        report: Counts the outcomes of rounds.
+        provider: Says when the full KV of a request is ready for a verification.
+        strict: Whether to check in each round that no slot has two owners, and that ranks plan alike.
     """
 
     def __init__(
-        self,
-        worker: "KVWorker",
-        round_timer: RoundTimer,
-        steps: StepRunner,
-        verifier: Verifier,
-        setup: RoundSetup,
-        policy: OffloadPolicy | None = None,
-        timeline: TransferTimeline | None = None,
+        self, worker: "Worker", round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport
     ):
         self.worker = worker
         self.round_timer = round_timer
         self.steps = steps
         self.verifier = verifier
         self.setup = setup
-        self.full_kv: "ResidentFullKV | OffloadedFullKV" = setup.full_kv
-        self.policy = policy
-        self.timeline = timeline
-        if policy is not None:
-            round_timer.on_round_timed = policy.observe
-        self.gathered = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
+        self.report = report
+        self.provider = setup.provider
+        self.strict = bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
+        self.pending_drafts = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
         self.penalties = Penalties(steps.table.device)
         self._rounds = 0
 
-    def interrupt(self) -> None:
-        """End the timing of the running round, because a prefill ran."""
-        self.round_timer.interrupt()
-
     def forget(self, row: int) -> None:
         """Drop all state of the request in ``row``."""
-        self.full_kv.forget(row)
+        self.provider.forget(row)
         self.penalties.forget(row)
 
     def decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None = None) -> RoundResult:
         """Run one round of the unfinished requests of ``batch``. Loads of full KV are launched while it runs."""
-        with self.full_kv.deferring_loads():
+        with self.provider.deferring_loads():
             return decode_unfinished(self._decode, batch, on_publish)
 
     def _decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
-        states = self.worker.requests.of(batch)
+        states = self.worker.requests.states_of(batch)
         plan = self._plan(batch, states)
         lengths = self._known_lengths(batch, plan)
         if lengths is not None and on_publish is not None:
@@ -112,12 +87,13 @@ class DecodeLoop:
         penalized = self.penalties.for_round(batch, plan)
         steps, tokens = self._step(batch, plan, penalized)
         self.round_timer.on_drafted()
-        parts = [self.verifier.verify(batch, plan, part, tokens, self.gathered, penalized) for part in plan.verify_batches]
+        parts = [self.verifier.verify(batch, plan, part, tokens, self.pending_drafts, penalized) for part in plan.verify_batches]
         if plan.full_kv_reqs:
             counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
-            parts.append(PartialOutput(plan.full_kv_reqs, OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts)))
+            parts.append(OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts))
         output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
-        penalized.count_output(batch.spec_info.bonus_tokens, output)
+        if penalized is not None:
+            penalized.count_output(batch.spec_info.bonus_tokens, output)
         if lengths is None:
             lengths = batch.seq_lens + output.num_output
             # SGLang's event marks an earlier read of the token table than the last one of this round.
@@ -125,7 +101,7 @@ class DecodeLoop:
             if on_publish is not None:
                 on_publish(lengths)
         result = RoundResult.from_outputs(self.worker.model_runner, batch, plan, output, lengths, steps[-1][0], self.round_timer.running)
-        self.full_kv.on_round_launched()
+        self.provider.on_round_launched()
         emitting = {*plan.verify_reqs, *plan.full_kv_reqs}
         for i, state in enumerate(states):
             state.num_pending = 0 if i in emitting else plan.num_draft_tokens(i)
@@ -137,36 +113,27 @@ class DecodeLoop:
         for state, length in zip(states, lengths):
             # Drop the queries of rejected drafts here: graphs of steps, which may follow, would not overwrite them.
             worker.queries.drop_rejected(state.row, length)
-        wanted = self.round_timer.start_round(lengths, states)
+        wanted, interval = self.round_timer.start_round(lengths, states)
         self._update_placement()
-        seconds = worker.ranks.agree(self.round_timer.recent_rounds.seconds or None) if self.policy is not None else None
-        plan = self.setup.plan(batch, states, lengths, wanted, seconds, self.round_timer.every)
+        seconds = worker.ranks.agree(self.round_timer.recent_rounds.seconds or None) if self.provider.policy is not None else None
+        plan = self.setup.plan(batch, states, lengths, wanted, seconds, interval)
         self.round_timer.on_planned(plan)
-        if worker.strict:
+        if self.strict:
             alike = (plan.num_steps, plan.rows, plan.row_lens, plan.num_pending, plan.fallbacks, plan.full_kv_reqs, plan.verify_batches)
             worker.ranks.check_equal("a round", alike)
-            self._check(batch, plan)
+            from sglang_ext.managers import integrity
+
+            integrity.check_round(batch.reqs, plan, self.provider, worker.compressed_kv)
         return plan
 
     def _update_placement(self) -> None:
         """Update how much full KV may leave the device, every PLACEMENT_INTERVAL rounds."""
         self._rounds += 1
-        if self.policy is None or self._rounds % PLACEMENT_INTERVAL:
+        worker, policy, residency = self.worker, self.provider.policy, self.provider.residency
+        if policy is None or self._rounds % PLACEMENT_INTERVAL:
             return
-        worker, residency = self.worker, self.full_kv.residency
-        found = self.policy.choose(worker.requests.overall_acceptance.probability, residency.tree.reloads.link.restored, worker.compressed_kv.share)
-        residency.max_offloaded, self.full_kv.drafts_per_load = worker.ranks.agree(found)
-
-    def _check(self, batch: "ScheduleBatch", plan: RoundPlan) -> None:
-        """Check in strict mode that no slot has two owners."""
-        table, verify_reqs = self.steps.table, set(plan.verify_reqs)
-        written, exact = [], {}
-        for i, (req, state, start) in enumerate(zip(batch.reqs, plan.states, plan.starts)):
-            # KV after the end of the output is written to SGLang's padding page.
-            length, end = plan.lengths[i], min(start + plan.num_steps + (i in verify_reqs), output_end(req))
-            written.append(table[state.row, length if i in verify_reqs else start : end].long())
-            exact[state.row] = range(self.full_kv.full_kv_start(state.row, req.cache_protected_len), length)
-        integrity.check(exact, torch.cat(written), self.worker.compressed_kv)
+        found = policy.choose(worker.requests.overall_acceptance.probability, residency.host.link.restored, worker.compressed_kv.share)
+        residency.max_offloaded, self.provider.drafts_per_load = worker.ranks.agree(found)
 
     def _known_lengths(self, batch: "ScheduleBatch", plan: RoundPlan) -> torch.Tensor | None:
         """Tokens of each request after the round, int64 [requests]; None if they depend on a verification."""
@@ -177,67 +144,21 @@ class DecodeLoop:
         return batch.seq_lens + to_device(counts, batch.seq_lens.device)
 
     def _step(
-        self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties
+        self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties | None
     ) -> tuple[list[tuple[LogitsProcessorOutput, SampledTokens]], torch.Tensor]:
-        """Run the steps of a round. Returns them and their tokens, int64 [requests, steps].
-
-        Drafts that stay pending are stored after those of earlier rounds.
-        """
-        own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
-        penalized.begin_steps(newest, self.gathered, own)
+        """Run the steps of a round, and store drafts that stay pending. Returns the steps, and their tokens, int64 [requests, steps]."""
+        own, last_tokens, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
+        if penalized is not None:
+            penalized.begin_steps(last_tokens, self.pending_drafts, own)
         if any(plan.num_pending):
             before = to_device(plan.num_pending, own.device)
-            newest, starts = self.gathered.newest(own, before, newest), starts + before
-        steps = self.steps.run(batch, plan, newest, self.steps.slots(batch, plan.width, starts), starts, penalized)
+            last_tokens, starts = self.pending_drafts.last_tokens(own, before, last_tokens), starts + before
+        slots = self.steps.slots(batch, plan.width, starts)
+        steps = self.steps.run(batch, plan, last_tokens, slots, starts, penalized, self.round_timer.on_first_step)
         tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
         if before is not None or len(plan.verify_reqs) + len(plan.full_kv_reqs) < len(plan.states):
-            self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
+            self.pending_drafts.put(own, torch.zeros_like(own) if before is None else before, tokens)
         return steps, tokens
-
-    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
-        """Count the outcome of a round, once it is on the host."""
-        metrics, plan, report, tokens = self.worker.metrics, result.plan, self.round_timer.report, 0
-        verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
-        for i, (req, state, num_tokens) in enumerate(zip(batch.reqs, plan.states, result.accept_lens.tolist())):
-            if req.finished() or req.is_retracted:
-                continue  # the scheduler drops tokens after the end
-            tokens += num_tokens
-            if plan.fallbacks[i]:
-                metrics.count_fallback(plan.fallbacks[i], num_tokens)
-                if report is not None:
-                    report.count_fallback(plan.fallbacks[i], num_tokens)
-            elif plan.can_be_rejected(i) and i not in full_kv_reqs:
-                metrics.count_drafts(plan.num_steps)
-                if i in verify_reqs:
-                    # Drafts after the end of the output were not rejected.
-                    offered = num_tokens - 1 if i in result.finished_early else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
-                    self.worker.requests.count_verify(state, offered, num_tokens - 1)
-                    self.round_timer.selection_interval.observe(plan.selection_interval, offered, num_tokens - 1)
-                    metrics.count_verify(num_tokens)
-                    if report is not None:
-                        report.count_verify(offered, num_tokens - 1)
-            state.fallback = plan.fallbacks[i]
-            write_counters(req, state)
-            if self.timeline is not None:
-                self._record_timeline(req.bootstrap_room, result, i, num_tokens)
-        if report is not None and tokens:
-            report.on_round_end(plan, tokens)
-        self.observe_pool()
-
-    def _record_timeline(self, room: int, result: RoundResult, i: int, num_tokens: int) -> None:
-        """Record the events of one request's round in the timeline."""
-        plan, timeline = result.plan, self.timeline
-        drafted, ended = (timeline.at(mark) for mark in (result.marks.drafted, result.marks.ended))
-        if i in plan.full_kv_reqs:
-            timeline.add_event(room, "answered", drafted, num_tokens)
-            return
-        timeline.add_event(room, "drafted", drafted, plan.num_draft_tokens(i), plan.num_steps, early=i in plan.early_reqs)
-        if i in plan.verify_reqs:
-            timeline.add_event(room, "verified", ended, num_tokens - 1, plan.num_draft_tokens(i), early=i in plan.early_reqs)
-
-    def observe_pool(self) -> None:
-        """Report the contents of the pool, and where full KV is stored."""
-        self.worker.metrics.observe_pool(self.worker.compressed_kv, None if self.policy is None else self.full_kv)
 
 
 def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
@@ -247,11 +168,6 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
     walked (grammar.py), SGLang processes that result before it launches the batch. A request that finishes in it is still in the batch,
     but its row and its slots are free. So only the other requests run. The tensors that SGLang relays from round to round are padded to
     the length of the batch.
-
-    Args:
-        decode: Runs a round of all requests of a batch.
-        batch: SGLang's batch, in decode mode.
-        on_publish: As in the worker's ``forward_batch_generation``.
     """
     running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
     if len(running) == len(batch.reqs):
@@ -267,19 +183,14 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
             on_publish(batch.seq_lens)
     else:
         result = decode(select_batch(batch, running, where), publish if on_publish is not None else None)
-    newest = result.next_draft_input.bonus_tokens
-    result.next_draft_input = KVDraftInput(newest.new_zeros(len(batch.reqs)).index_copy(0, where, newest))
+    bonus_tokens = result.next_draft_input.bonus_tokens
+    result.next_draft_input = KVDraftInput(bonus_tokens.new_zeros(len(batch.reqs)).index_copy(0, where, bonus_tokens))
     result.positions = running
     return result
 
 
 def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of some requests of another batch, with the fields that rounds read. The other batch does not change.
-
-    Args:
-        requests: Positions of the requests in the batch.
-        where: The same, int64 on the device.
-    """
+    """A batch of the ``requests`` at these positions, with the fields that rounds read. ``where``: the same, int64 on the device."""
     part = select_requests(batch, requests, where)
     part.seq_lens_cpu = batch.seq_lens_cpu[requests]
     part.spec_info = KVDraftInput(batch.spec_info.bonus_tokens[where])
@@ -292,32 +203,45 @@ def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tenso
     return part
 
 
-def decode_loop(worker: "KVWorker", full_kv: "ResidentFullKV | OffloadedFullKV", policy: OffloadPolicy | None) -> DecodeLoop:
-    """Create the decode loop of a worker whose compressed KV cache exists.
-
-    Args:
-        full_kv: Says when the full KV of a request is ready for a verification.
-        policy: Chooses how much full KV leaves the device; None if none may.
-    """
-    args, steps = worker.server_args, StepRunner(worker)
-    longest = options.max_draft_length(args)
+def create_decode_loop(worker: "Worker", provider: FullKVProvider) -> DecodeLoop:
+    """Create the decode loop of a worker whose compressed KV cache exists."""
+    args, compressed_kv, steps = worker.server_args, worker.compressed_kv, StepRunner(worker)
+    device, longest = torch.device(worker.model_runner.device), options.max_draft_length(args)
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
     planner = RoundPlanner(worker.max_verify_tokens - 1, longest, worker.lossy, separates_full_kv)
-    setup = RoundSetup(planner, worker.compressed_kv, full_kv, worker.queries.can_record)
     lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
+    interval = SelectionInterval(selection_options.selection_intervals(args)) if worker.methods.selection_interval else None
     costs = RoundCosts(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
-        token_bytes=worker.compressed_kv.buffers.bytes_per_slot,
-        share=worker.compressed_kv.methods[0].share,
+        token_bytes=compressed_kv.buffers.bytes_per_slot,
+        share=compressed_kv.methods[0].share,
         widths=() if worker.graphs is None else options.verify_widths(args),
     )
-    compresses_each_round = any(method.compressor.each_round for method in worker.compressed_kv.methods)
-    device = torch.device(worker.model_runner.device)
-    interval = SelectionInterval(selection_options.selection_intervals(args))
-    chooses_interval = len(interval.intervals) > 1
-    report = None if worker.lossy else DraftReport(lengths, costs, worker.metrics, worker.ranks.first, chooses_interval)
-    round_timer = RoundTimer(lengths, device, worker.metrics, worker.ranks, costs, compresses_each_round, selection_interval=interval, report=report)
-    verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
-    asked = args.kv_bench_timeline if options.has_progressive_transfer(args) and worker.ranks.first else None
-    return DecodeLoop(worker, round_timer, steps, verifier, setup, policy, TransferTimeline.of(asked, device))
+    timeline = None
+    if args.kv_bench_timeline is not None and options.has_progressive_transfer(args) and worker.ranks.first:
+        from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
+
+        timeline = TransferTimeline.of(args.kv_bench_timeline, device)
+    report = RoundReport(
+        lengths,
+        costs,
+        worker.metrics,
+        worker.requests,
+        interval,
+        reports_drafting=not worker.lossy,
+        writes_log=worker.ranks.first,
+        timeline=timeline,
+    )
+    round_timer = RoundTimer(
+        lengths,
+        device,
+        worker.ranks,
+        costs,
+        compresses_each_round=any(method.compressor.each_round for method in compressed_kv.methods),
+        selection_interval=interval,
+        observers=[report.on_round_timed] if provider.policy is None else [provider.policy.observe, report.on_round_timed],
+    )
+    verifier = Verifier(worker, steps, worker.graphs, SimulatedAcceptance.of(args.kv_bench_acceptance, device))
+    setup = RoundSetup(planner, compressed_kv, provider, worker.queries.can_record)
+    return DecodeLoop(worker, round_timer, steps, verifier, setup, report)

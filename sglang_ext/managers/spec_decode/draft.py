@@ -4,8 +4,9 @@ A verification replays the narrowest captured graph that holds the drafts (verif
 record queries for compressors that score keys by them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,37 +14,32 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_ext.config.options import QUANTIZED
+from sglang_ext.config.request_params import request_acceptance
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
 from sglang_ext.layers.forward import KVDraftInput
-from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
-from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, GrammarWalk
-from sglang_ext.managers.spec_decode.penalties import RoundPenalties
-from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, PartialOutput
+from sglang_ext.managers.spec_decode.grammar import GrammarWalk
+from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.planner import RoundPlan
-from sglang_ext.managers.spec_decode.sampling import LogitRow, SampledTokens, RowSampler, SamplerCache, sampling_batch
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import select_useful_rows
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.managers.feature import Worker
+    from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 
 class StepRunner:
-    """Runs the steps of a worker's rounds.
+    """Runs the steps of a worker's rounds."""
 
-    Attributes:
-        worker: Owns the draft states, the compressed KV and the recorded queries.
-        table: int32, SGLang's token table with the draft rows.
-    """
-
-    def __init__(self, worker: "KVWorker"):
+    def __init__(self, worker: "Worker"):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
         self._sampler_cache = SamplerCache(worker.model_runner)
@@ -67,54 +63,27 @@ class StepRunner:
         return rows, row_lens
 
     def forward(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
-        """Run one forward. ``on_full_kv``: no row begins with compressed KV; see forward.py."""
+        """Run one forward. ``on_full_kv``: no row begins with compressed KV."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
     def verify_sampler(self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
-        """The sampler of ``width`` rows of each of some requests, at their positions in the batch. Rows are sampled as output tokens.
-
-        ``walks``: Grammars of the requests that have one, along their drafts.
-        """
+        """The sampler of ``width`` rows of each of some requests, which samples output tokens. ``walks``: their grammars, along the drafts."""
 
         def rows() -> list[LogitRow]:
             pairs = ((i, j) for i in requests for j in range(width))
-            return [LogitRow.from_state(i, plan.states[i], walks[i].row(j) if i in walks else None) for i, j in pairs]
+            return [LogitRow.from_state(i, plan.states[i], walks.get(i), j) for i, j in pairs]
 
         return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
 
     def _step_sampler(self, batch: "ScheduleBatch", plan: RoundPlan) -> RowSampler:
         """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
-        full_kv_reqs = set(plan.full_kv_reqs)
 
         def rows() -> list[LogitRow]:
-            walks = self.walks(batch, plan, plan.full_kv_reqs)
-            return [
-                LogitRow.for_output(i, state, walks.get(i)) if i in full_kv_reqs else LogitRow.from_state(i, state)
-                for i, state in enumerate(plan.states)
-            ]
+            walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, plan.full_kv_reqs)
+            return [LogitRow.from_state(i, state, walks.get(i)) for i, state in enumerate(plan.states)]
 
-        logprobs = bool(full_kv_reqs) and batch.return_logprob
+        logprobs = bool(plan.full_kv_reqs) and batch.return_logprob
         return self._sampler_cache.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
-
-    def walks(
-        self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
-    ) -> dict[int, GrammarWalk]:
-        """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
-
-        Args:
-            drafts: int64 [requests, drafts], tokens that each grammar is walked along; None for none.
-        """
-        rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
-        if not rows:
-            return {}
-        known = [[]] * len(rows) if drafts is None else drafts[to_device(rows, drafts.device), :MAX_WALKED_DRAFTS].tolist()
-        walks = {}
-        for k, tokens in zip(rows, known):
-            i = requests[k]
-            req = batch.reqs[i]
-            before = self.worker.unprocessed_tokens.tokens_of(req, plan.lengths[i])
-            walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], before)
-        return walks
 
     def run(
         self,
@@ -123,17 +92,17 @@ class StepRunner:
         tokens: torch.Tensor,
         slots: torch.Tensor,
         starts: torch.Tensor,
-        penalized: RoundPenalties,
+        penalized: RoundPenalties | None,
+        on_first_step: Callable[[], None],
     ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
         """Run the steps of a round, one after another.
 
         Args:
-            batch: The requests.
-            plan: The plan of the round.
-            tokens: int64 [requests], the newest token of each.
+            tokens: int64 [requests], the last token of each, draft or output.
             slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
             starts: int64 [requests], positions of ``tokens``.
-            penalized: Applies penalties to the logits.
+            penalized: Applies penalties to the logits; None if no request has one.
+            on_first_step: Called after the launch of the first step, if there are others.
         """
         if self.worker.compressed_kv.async_selector is not None:
             self.worker.compressed_kv.async_selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
@@ -154,7 +123,7 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
-            watch = observe_step(self.worker.compressed_kv, ends, index + 1 < plan.num_steps)
+            watch = self._observe_step(ends, plan.num_steps - index - 1)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if not on_full_kv:
@@ -162,24 +131,36 @@ class StepRunner:
             with self.worker.queries.recording(recorded, watch):
                 output = self.forward(batch, inputs, on_full_kv)
             self._select_tokens(ends, plan.num_steps - index - 1, plan.selection_interval)
-            penalized.penalize_step(index, tokens, output.next_token_logits)
+            if penalized is not None:
+                penalized.penalize_step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             step_outputs.append((output, sampled))
+            if index == 0 and plan.num_steps > 1:
+                on_first_step()
         return step_outputs
+
+    def _observe_step(self, ends: dict[int, int], following: int) -> "LayerObserver | None":
+        """The observer of a step's layers, which selects their tokens; None if none is needed. Arguments as for :meth:`_select_tokens`."""
+        compressed_kv = self.worker.compressed_kv
+        if not ends and compressed_kv.async_selector is None:
+            return None
+        from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
+
+        return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
         queries = self.worker.queries
         return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.row) for row in recorded)
 
-    def _select_tokens(self, ends: dict[int, int], following: int, every: int) -> None:
+    def _select_tokens(self, ends: dict[int, int], following: int, selection_interval: int) -> None:
         """Select tokens for the next steps by the queries of the step that was launched.
 
         Args:
             ends: By row, the position after the step's token, of the requests whose tokens are selected.
             following: Steps of the round after this one.
-            every: Selection interval, in steps.
+            selection_interval: In steps.
         """
         compressed_kv = self.worker.compressed_kv
         if compressed_kv.async_selector is not None:
@@ -187,7 +168,7 @@ class StepRunner:
         elif following:
             # After the last step, the next round selects by its queries.
             for row, end in ends.items():
-                compressed_kv.reselect(row, end, every)
+                compressed_kv.reselect(row, end, selection_interval)
 
     def _selecting_reqs(self, plan: RoundPlan) -> list[int]:
         """Requests whose selection may be refreshed between the steps of the round."""
@@ -202,17 +183,48 @@ class StepRunner:
         return select_useful_rows(self.worker.compressed_kv, states, rows)
 
 
+@dataclass(frozen=True)
+class SimulatedAcceptance:
+    """Accepts drafts at random instead of by comparison with the full KV, for benchmarks (``--kv-bench-acceptance``).
+
+    Throughput depends on the acceptance rate, and a model with random weights accepts no drafts. Drafting, the verification over full KV
+    and the roll-back of rejected drafts stay real. The output is useless, and its ``meta_info`` marks it (hooks/frontend.py).
+
+    Attributes:
+        probability: Probability, from 0 to 1, that a draft is accepted if the ones before it were. A request may ask for another one with
+            ``"custom_params": {"kv_acceptance": 0.95}``.
+        noise: Source of the randomness; equal on all ranks.
+    """
+
+    probability: float
+    noise: torch.Generator
+
+    @classmethod
+    def of(cls, probability: float | None, device: torch.device) -> "SimulatedAcceptance | None":
+        """What ``--kv-bench-acceptance`` asks for, on ``device``; None if drafts are really verified."""
+        return None if probability is None else cls(probability, torch.Generator(device).manual_seed(0))
+
+    def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
+        """The probability that each request asks for; :attr:`probability` if it asks for none."""
+        # The frontend refuses values that are no probability.
+        return [request_acceptance(self.probability, req.sampling_params.custom_params) for req in reqs]
+
+    def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+        """Whether each of ``drafts`` is accepted if the ones before it are: bool [requests, drafts]. ``probabilities``: float [requests]."""
+        noise = torch.rand(drafts.shape, generator=self.noise, device=drafts.device)
+        return noise < probabilities[:, None]
+
+
 class Verifier:
     """Verifies the drafts of a worker's rounds.
 
     Attributes:
-        worker: Owns the recorded queries.
         steps: Runs forwards without a graph, and makes samplers.
         graphs: Captured verifications; None if CUDA graphs are off.
         simulation: Simulated acceptance; None outside benchmarks.
     """
 
-    def __init__(self, worker: "KVWorker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
+    def __init__(self, worker: "Worker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
         self.worker = worker
         self.steps = steps
         self.graphs = graphs
@@ -223,33 +235,32 @@ class Verifier:
         batch: "ScheduleBatch",
         plan: RoundPlan,
         requests: list[int],
-        newest: torch.Tensor,
-        gathered: PendingDrafts,
-        penalized: RoundPenalties,
-    ) -> PartialOutput:
+        step_tokens: torch.Tensor,
+        pending_drafts: PendingDrafts,
+        penalized: RoundPenalties | None,
+    ) -> OutputTokens:
         """Verify the drafts of some requests with the full KV. Returns the accepted tokens and the bonus token of each.
 
         Args:
-            batch: All requests.
-            plan: The plan of the round.
             requests: Positions of the requests in the batch.
-            newest: int64 [all requests, steps], tokens of the round's steps.
-            gathered: Pending drafts, including those of this round, of requests that have some from earlier rounds.
-            penalized: Applies penalties to the logits.
+            step_tokens: int64 [all requests, steps], tokens of the round's steps.
+            pending_drafts: Also those of this round, for requests that have some from earlier rounds.
+            penalized: Applies penalties to the logits; None if no request has one.
         """
         num_drafts = [plan.num_draft_tokens(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
-        where = slice(None) if whole else to_device(requests, newest.device)
+        where = slice(None) if whole else to_device(requests, step_tokens.device)
         part = batch if whole else forward.select_requests(batch, requests, where)
         # Each request's own number of drafts counts; the rest is padding.
         with_earlier = any(plan.num_pending[i] for i in requests)
-        drafts = gathered.of(part.req_pool_indices, max(num_drafts)) if with_earlier else newest[where]
+        drafts = pending_drafts.first(part.req_pool_indices, max(num_drafts)) if with_earlier else step_tokens[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [plan.lengths[i] for i in requests]
         # The host waits for the drafts here if a request has a grammar.
-        walks = self.steps.walks(batch, plan, requests, drafts)
+        walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, requests, drafts)
         output, positions = self._forward(part, [plan.states[i] for i in requests], lengths, tokens)
-        penalized.penalize_verify(requests, tokens, output.next_token_logits)
+        if penalized is not None:
+            penalized.penalize_verify(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
@@ -257,16 +268,12 @@ class Verifier:
         max_accepted = [min(count, walks[i].num_masked_rows - 1) if i in walks else count for i, count in zip(requests, num_drafts)]
         max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
         accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
-        return PartialOutput(requests, OutputTokens(target_tokens, accepted, sampled))
+        return OutputTokens(requests, target_tokens, accepted, sampled)
 
     def _forward(
         self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Forward ``tokens``, int64 [requests, width], over the full KV, after the known tokens of each request.
-
-        Returns:
-            The model's output, and the position of each token, int64 [requests * at least width].
-        """
+        """Forward ``tokens``, int64 [requests, width], over the full KV. Returns the output, and positions, int64 [requests * at least width]."""
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:
@@ -290,9 +297,7 @@ class Verifier:
         with self.worker.queries.recording(recorded):
             return self.steps.forward(batch, inputs), inputs.positions
 
-    def _accepted_counts(
-        self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]
-    ) -> torch.Tensor:
+    def _accepted_counts(self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]) -> torch.Tensor:
         """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that differs.
 
         At most ``max_accepted`` drafts of each request count.
@@ -311,42 +316,30 @@ class Verifier:
         return agreed.sum(1)
 
 
-def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+def prefill(
+    worker: "Worker", batch: "ScheduleBatch", penalties: Penalties, on_publish: Callable[[torch.Tensor], None] | None = None
+) -> GenerationBatchResult:
     """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt.
 
-    Args:
-        worker: Owns the requests' draft states.
-        batch: SGLang's batch, in extend mode.
-        on_publish: Gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
+    ``on_publish`` gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
     """
     # Admit first: which queries are recorded depends on the method that a request asks for.
     states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
     if on_publish is not None:
         # The lengths are known before the forward, so the scheduler can prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    if worker.quantized_prefill is not None and batch.tree_cache.freed_full_kv is not None:
-        begun = zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens)
-        batch.tree_cache.freed_full_kv.begin_prompts(begun)
+    attention: AbstractContextManager[None] = nullcontext()
+    if worker.server_args.kv_prefill == QUANTIZED:
+        from sglang_ext.managers.quantized_attention import QuantizedAttention
+
+        attention = worker.feature(QuantizedAttention).computing_prompts(batch, states)
     recorded = select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))
-    with worker.queries.recording(recorded), _quantized_prefill_context(worker, batch, states):
+    with worker.queries.recording(recorded), attention:
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
-    result.next_token_ids = _first_tokens(worker, batch, states, result)
-    worker.loop.interrupt()
+    result.next_token_ids = _first_tokens(worker, batch, states, result, penalties)
     result.next_draft_input = KVDraftInput(result.next_token_ids)
     result.new_seq_lens = batch.seq_lens
     return result
-
-
-def _quantized_prefill_context(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
-    """A context in which prompts attend to quantized KV, if the server does so."""
-    if worker.quantized_prefill is None:
-        return nullcontext()
-    lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
-    device = batch.seq_lens.device
-    seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
-    freed_full_kv = batch.tree_cache.freed_full_kv
-    found = {} if freed_full_kv is None else {row: freed_full_kv.block_slots(row) for row in seeds}
-    return worker.quantized_prefill.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
 
 
 def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
@@ -357,32 +350,27 @@ def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
 
 
 def _first_tokens(
-    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+    worker: "Worker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
 ) -> torch.Tensor:
-    """Sample the token after each prompt.
+    """Sample the token after each prompt, int64 [requests]. Writes the log-probabilities that requests ask for into ``result``.
 
-    Writes the log-probabilities that requests ask for into ``result``. A batch of requests for 0 tokens gets token 0 instead of a
-    sample, as in SGLang. A request with a grammar needs a sample. In the overlapped loop the next round starts before SGLang finishes
-    the request, and walks the grammar along this token.
-
-    Returns:
-        int64 [requests].
+    A batch of requests for 0 tokens gets token 0 instead of a sample, as in SGLang. A request with a grammar needs a sample. In the
+    overlapped loop the next round starts before SGLang finishes the request, and walks the grammar along this token.
     """
     # The outputs are complete here: SGLang does not prefill a request while a result of it is unprocessed.
     walks = [GrammarWalk(req.grammar) if req.grammar else None for req in batch.reqs]
-    rows = [LogitRow.for_output(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
+    rows = [LogitRow.from_state(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
     if output.next_token_logits is not None:
-        worker.loop.penalties.penalize_prefill(batch, output.next_token_logits)
+        penalties.penalize_prefill(batch, output.next_token_logits)
     if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
         # As SGLang without speculation: sample nothing, and return the requested log-probabilities whatever the temperature.
         if batch.return_logprob and output.next_token_logits is not None:
             asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
             worker.model_runner.compute_logprobs_only(output, asked)
         return batch.seq_lens.new_zeros(len(states), dtype=torch.int64)
-    sampled = RowSampler.from_rows(worker.model_runner, batch, rows, batch.return_logprob).draw(
-        output.next_token_logits, batch.seq_lens - 1
-    )
+    sampler = RowSampler.from_rows(worker.model_runner, batch, rows, batch.return_logprob)
+    sampled = sampler.draw(output.next_token_logits, batch.seq_lens - 1)
     if batch.return_logprob:
-        sampled.fill_logprobs(output, list(range(len(states))))
+        sampled.fill_logprobs(output)
     return sampled.tokens

@@ -64,9 +64,7 @@ class UnprocessedTokens:
     def tokens_of(self, req: "Req", length: int) -> list[int]:
         """Tokens of a request that are not in its output yet. Waits for the forward that produces them.
 
-        Args:
-            req: The request.
-            length: Tokens whose KV it has; one more token is known.
+        ``length``: tokens whose KV the request has; one more token is known.
         """
         count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
         if count <= 0:
@@ -145,14 +143,7 @@ def _allows(mask: torch.Tensor, token: int) -> bool:
 
 @dataclass(frozen=True)
 class DraftGrammar:
-    """A grammar after some drafts, which masks one row of logits.
-
-    Replaces SGLang's grammar object in ``SamplingBatchInfo.grammars``.
-
-    Attributes:
-        walk: The grammar and all drafts.
-        index: Number of drafts before the row.
-    """
+    """A grammar after ``index`` drafts, which masks one row of logits. Replaces SGLang's object in ``SamplingBatchInfo.grammars``."""
 
     walk: GrammarWalk
     index: int

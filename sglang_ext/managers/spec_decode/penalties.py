@@ -59,7 +59,6 @@ class PenaltyBatch:
     """Penalties of some requests, on the device.
 
     Attributes:
-        penalties: Penalties of each request.
         weights: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
             frequency penalty, else 0.
         stops: For each request, int64 stop token ids; None if it has no ``min_new_tokens``.
@@ -98,75 +97,22 @@ class PenaltyBatch:
             begun: Output tokens of each request before its first row.
         """
         for part in _at_once(len(rows), rows.shape[1]):
-            self._apply(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
+            _penalize(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
             if count < penalty.min_new_tokens:
                 # Minus infinity stays so under any later factor.
                 row[: penalty.min_new_tokens - count].index_fill_(1, stops, float("-inf"))
 
-    @staticmethod
-    def _apply(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
-        frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
-        seen = counts != 0
-        if frequency or presence:
-            added = counts * -weights[:, 4]
-            if presence:
-                added -= seen * weights[:, 1]
-            rows += added
-        if repetition:
-            scale = torch.where(seen, weights[:, 2], 1.0)
-            rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
-
 
 class RoundPenalties:
-    """Applies penalties to the logits of a round. This base class does nothing, for rounds without penalties."""
-
-    def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
-        """Begin the steps of a round, after the pending drafts of earlier rounds.
-
-        Args:
-            newest: int64 [batch], newest output token of each request.
-            gathered: The pending drafts.
-            rows: int64 [batch], row of each request.
-        """
-
-    def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a step in place. Called once for each step, in order.
-
-        Args:
-            index: Index of the step.
-            tokens: int64 [batch], input tokens of the step.
-            logits: float [batch, vocabulary].
-        """
-
-    def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a verification in place, those of each row by the drafts before it.
-
-        Args:
-            requests: Positions of the verified requests in the batch.
-            tokens: int64 [requests, width], the newest output token of each, and its drafts.
-            logits: float [requests * at least width, vocabulary]; rows beyond the width are ignored.
-        """
-
-    def count_output(self, newest: torch.Tensor, output_tokens: "OutputTokens") -> None:
-        """Count the tokens that became part of the outputs, except the newest token of each.
-
-        Args:
-            newest: int64 [batch], newest output token of each request before the round.
-            output_tokens: Output tokens of the whole batch.
-        """
-
-
-class PenalizedRound(RoundPenalties):
     """Penalties of a round in which some requests have penalties.
 
     Attributes:
         counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
         places: int64 [requests], rows of ``counts`` of the penalized requests.
         requests: Positions of the penalized requests in the batch.
-        penalties: The penalties of these requests.
         overlapped: Whether counts lag behind the outputs by one token.
-        given: Output tokens of each when the round begins.
+        num_output: Output tokens of each when the round begins.
         num_pending: Pending drafts of each from earlier rounds.
     """
 
@@ -176,56 +122,80 @@ class PenalizedRound(RoundPenalties):
         self.requests = list(penalties)
         self.penalties = PenaltyBatch.of(list(penalties.values()), counts.device, counts.shape[1])
         self.overlapped = batch.enable_overlap
-        self.given = [plan.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in penalties]
+        self.num_output = [plan.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in penalties]
         self.num_pending = [plan.num_pending[i] for i in penalties]
         self._where = to_device(self.requests, counts.device)
         self._step_counts = counts
 
-    def begin_steps(self, newest: torch.Tensor, gathered: "PendingDrafts", rows: torch.Tensor) -> None:
+    def begin_steps(self, bonus_tokens: torch.Tensor, pending_drafts: "PendingDrafts", rows: torch.Tensor) -> None:
+        """Begin the steps of a round, after the pending drafts of earlier rounds.
+
+        ``bonus_tokens`` and ``rows``: int64 [batch], last output token and row of each request.
+        """
         self._step_counts = self.counts[self.places]
         if any(self.num_pending):
             # The last of them is the input of the first step, and is counted there.
-            before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.num_pending))], 1)
+            before = torch.cat([bonus_tokens[self._where, None], pending_drafts.first(rows[self._where], max(self.num_pending))], 1)
             valid = _mask_of_first(before, to_device(self.num_pending, before.device))
             self._step_counts.scatter_add_(1, before, valid * self.penalties.addends)
 
     def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Penalize the logits of a step, float [batch, vocabulary], in place. Called once for each step, in order.
+
+        ``tokens``: int64 [batch], input tokens of the step.
+        """
         tokens = tokens[self._where, None]
         if not self.overlapped:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
         rows = logits[self._where, None]
-        self.penalties.apply(rows, self._step_counts[:, None], [sum(before) + index for before in zip(self.given, self.num_pending)])
+        self.penalties.apply(rows, self._step_counts[:, None], [sum(before) + index for before in zip(self.num_output, self.num_pending)])
         logits[self._where] = rows[:, 0]
         if self.overlapped:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Penalize the logits of a verification in place, those of each row by the drafts before it.
+
+        Args:
+            requests: Positions of the verified requests in the batch.
+            tokens: int64 [requests, width], the last output token of each, and its drafts.
+            logits: float [requests * at least width, vocabulary]; rows beyond the width are ignored.
+        """
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
         pairs = [(verified[i], place) for place, i in enumerate(self.requests) if i in verified]
-        for part in _at_once(len(pairs), width):
-            self._verification(*map(list, zip(*pairs[part])), tokens, by_request)
-
-    def _verification(self, verified: list[int], places: list[int], tokens: torch.Tensor, by_request: torch.Tensor) -> None:
-        """Penalize some requests. ``verified``: their positions among the verified requests; ``places``: among the penalized ones."""
-        where, own = (to_device(each, tokens.device) for each in (verified, places))
-        tokens, rows = tokens[where], by_request[where]
-        width = tokens.shape[1]
-        counts = self.counts[self.places[own], None].repeat(1, width, 1)
         # A row counts the tokens before its own input. It also counts its input, if counts do not lag.
-        before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
-        penalties = self.penalties.part(places, own)
-        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * penalties.addends[:, None])
-        penalties.apply(rows, counts, [self.given[place] for place in places])
-        by_request[where] = rows
+        before = torch.ones(width, width, dtype=self.counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
+        for part in _at_once(len(pairs), width):
+            places = [place for _, place in pairs[part]]
+            where, own = to_device([k for k, _ in pairs[part]], tokens.device), to_device(places, tokens.device)
+            rows, penalties = by_request[where], self.penalties.part(places, own)
+            counts = self.counts[self.places[own], None].repeat(1, width, 1)
+            counts.scatter_add_(2, tokens[where, None].expand(-1, width, -1), before * penalties.addends[:, None])
+            penalties.apply(rows, counts, [self.num_output[place] for place in places])
+            by_request[where] = rows
 
-    def count_output(self, newest: torch.Tensor, output_tokens: "OutputTokens") -> None:
-        tokens = torch.cat([newest[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
+    def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
+        """Count the output tokens of the batch, except the last of each request, after ``bonus_tokens``, int64 [batch], of earlier rounds."""
+        tokens = torch.cat([bonus_tokens[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
         # Add one token after another, as stock SGLang does: a sum of several would round differently.
         where = self.places[:, None] * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.penalties.addends).flatten())
+
+
+def _penalize(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
+    frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
+    seen = counts != 0
+    if frequency or presence:
+        added = counts * -weights[:, 4]
+        if presence:
+            added -= seen * weights[:, 1]
+        rows += added
+    if repetition:
+        scale = torch.where(seen, weights[:, 2], 1.0)
+        rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
 
 
 def _at_once(requests: int, width: int) -> Iterator[slice]:
@@ -268,13 +238,13 @@ class Penalties:
             counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, penalties)
             penalties.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
-    def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties:
-        """The penalties of a round, for the requests that have any."""
+    def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties | None:
+        """The penalties of a round, for the requests that have any; None if no request has one."""
         penalties = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
         if not penalties:
-            return RoundPenalties()
+            return None
         places = [self._place(batch, i, plan, penalty) for i, penalty in penalties.items()]
-        return PenalizedRound(self.counts, to_device(places, self.counts.device), penalties, batch, plan)
+        return RoundPenalties(self.counts, to_device(places, self.counts.device), penalties, batch, plan)
 
     def _place(self, batch: "ScheduleBatch", i: int, plan: "RoundPlan", penalty: Penalty) -> int:
         req, state = batch.reqs[i], plan.states[i]

@@ -25,7 +25,7 @@ SHORT_ROUND = 2
 class RoundPlan:
     """The plan of one decode round, which is one iteration of SGLang's scheduler.
 
-    A round runs `num_steps` steps and then verifies `verify_batches`. Lists are indexed by the request's position in the batch.
+    A round runs ``num_steps`` steps and then verifies ``verify_batches``. Lists are indexed by the request's position in the batch.
 
     Attributes:
         states: Draft states of the requests.
@@ -57,11 +57,6 @@ class RoundPlan:
     is_shortened: bool = False
     selection_interval: int = 1
 
-    @classmethod
-    def empty(cls) -> "RoundPlan":
-        """A plan without requests."""
-        return cls([], 0, [], [], [], [], [], [], [])
-
     @cached_property
     def verify_reqs(self) -> list[int]:
         """Requests that are verified at the end of the round, in ascending order."""
@@ -69,7 +64,7 @@ class RoundPlan:
 
     @property
     def num_draft_steps(self) -> int:
-        """Draft steps of the round; 0 if no request drafts."""
+        """Draft steps of the round; 0 if no request drafts, and all steps are plain."""
         return self.num_steps if len(self.full_kv_reqs) < len(self.states) else 0
 
     @property
@@ -189,7 +184,6 @@ class DraftPlan:
     """The first part of a round's plan: what each request does in the steps. Lists are indexed by the position in the batch.
 
     Attributes:
-        views: The requests.
         requests: What each one does.
         wanted: Draft length; 0 for plain decoding.
         num_steps: Forwards of one token per request.
@@ -207,16 +201,11 @@ class DraftPlan:
     @cached_property
     def on_compressed(self) -> list[int]:
         """Requests that draft on compressed KV and whose full KV is in some tier."""
-        return [
-            i for i, (view, plan) in enumerate(zip(self.views, self.requests)) if plan.is_drafting and plan.reads_compressed and not view.is_lost
-        ]
+        pairs = enumerate(zip(self.views, self.requests))
+        return [i for i, (view, plan) in pairs if plan.is_drafting and plan.reads_compressed and not view.is_lost]
 
     def rounds_until_load(self, drafts_per_load: int) -> dict[int, int]:
-        """By row of :attr:`on_compressed`: rounds after this one until the request has enough drafts for a load, at least 1.
-
-        Args:
-            drafts_per_load: Pending drafts of a request before its full KV is loaded.
-        """
+        """By row of :attr:`on_compressed`: rounds after this one until the request has ``drafts_per_load`` pending drafts, at least 1."""
         found = {}
         for i in self.on_compressed:
             lacking = min(drafts_per_load, self.views[i].remaining - 1) - self.num_pending[i]
@@ -226,11 +215,8 @@ class DraftPlan:
     @property
     def ripe(self) -> set[int]:
         """Rows of :attr:`on_compressed` that have enough drafts at the end of the round for a verification of full KV on the device."""
-        return {
-            self.views[i].row
-            for i in self.on_compressed
-            if self.num_pending[i] + self.num_steps >= min(self.wanted, self.views[i].remaining - 1)
-        }
+        offered = {i: self.num_pending[i] + self.num_steps for i in self.on_compressed}
+        return {self.views[i].row for i, count in offered.items() if count >= min(self.wanted, self.views[i].remaining - 1)}
 
     @property
     def arrived(self) -> set[int]:
@@ -240,7 +226,7 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Plans rounds: the compression by :meth:`may_compress` and :meth:`wants_compressed`, then :meth:`draft`, then :meth:`verify`.
+    """Plans rounds: the compression by :meth:`may_compress`, then :meth:`draft`, then :meth:`verify`.
 
     Attributes:
         max_pending: Upper limit of a request's pending drafts.
@@ -270,19 +256,10 @@ class RoundPlanner:
             return False
         return self.lossy or wanted > 0
 
-    def wants_compressed(self, view: RequestView) -> bool:
-        """Whether a request that :attr:`~RequestView.is_open` drafts best on compressed KV, so that it is created or refreshed now."""
-        # The last token of an output needs no draft.
-        return view.remaining > 1 or self.lossy
-
     def draft(self, views: Sequence[RequestView], wanted: int, compressed: Mapping[int, int]) -> DraftPlan:
         """Plan the steps of a round of ``wanted`` draft steps or fewer; of plain steps if ``wanted`` is 0.
 
-        Args:
-            views: The requests of the batch.
-            wanted: Draft length; 0 for plain decoding.
-            compressed: By position of the requests for which compressed KV was wanted: why there is none, as an index into
-                ``FALLBACK_REASONS``; 0 if there is some.
+        ``compressed``: by position, why a request got no compressed KV, as an index into ``FALLBACK_REASONS``; 0 if it has some.
         """
         requests = [self._plan_request(view, wanted, compressed.get(i)) for i, view in enumerate(views)]
         most = self.max_steps(wanted)
@@ -294,7 +271,7 @@ class RoundPlanner:
             # Drafts that are all made on the full KV gain nothing.
             requests = [replace(plan, is_drafting=plan.is_early) for plan in requests]
             if any(plan.fallback == NO_SELECTION for plan in requests):
-                # The first selection arrives soon.
+                # A cache rank may take the request soon.
                 most = min(most, SHORT_ROUND)
         pairs = list(zip(views, requests))
         one_by_one = any(not plan.is_drafting and view.is_checked_token_by_token for view, plan in pairs)
@@ -307,16 +284,14 @@ class RoundPlanner:
         return DraftPlan(views, requests, wanted, steps, num_pending, steps < most and one_by_one)
 
     def verify(
-        self, drafts: DraftPlan, ready: Set[int], failed: Mapping[int, int], rows: Mapping[int, "DraftRow"], every: int = 1
+        self, drafts: DraftPlan, ready: Set[int], failed: Mapping[int, int], rows: Mapping[int, tuple[int, int]], selection_interval: int = 1
     ) -> RoundPlan:
         """Complete a plan: choose the requests that are verified at the end of the round.
 
         Args:
-            drafts: The first part of the plan.
             ready: Rows whose full KV can be verified in this round.
             failed: By position: why the compressed KV of a request could not be refreshed after its full KV was loaded.
-            rows: Draft rows by row of each request that has compressed KV.
-            every: Selection interval, in steps.
+            rows: By row of each request that has compressed KV: its draft row, and the tokens of that row minus those of the context.
         """
         requests, num_pending = [*drafts.requests], [*drafts.num_pending]
         for i, reason in failed.items():
@@ -326,21 +301,21 @@ class RoundPlanner:
         verified = [
             i for i, (view, plan) in enumerate(zip(views, requests)) if plan.is_drafting and (not plan.can_stay_pending or view.row in ready)
         ]
-        reads = [rows[view.row] if plan.reads_compressed else DraftRow(view.row) for view, plan in zip(views, requests)]
+        reads = [rows[view.row] if plan.reads_compressed else (view.row, 0) for view, plan in zip(views, requests)]
         return RoundPlan(
             states=[view.state for view in views],
             num_steps=steps,
             lengths=[view.length for view in views],
             num_pending=num_pending,
-            rows=[each.row for each in reads],
-            row_lens=[view.length + before + each.shift for view, before, each in zip(views, num_pending, reads)],
+            rows=[row for row, _ in reads],
+            row_lens=[view.length + before + shift for view, before, (_, shift) in zip(views, num_pending, reads)],
             fallbacks=[plan.fallback for plan in requests],
             full_kv_reqs=[i for i, plan in enumerate(requests) if not plan.is_drafting],
             remaining=[view.remaining for view in views],
             verify_batches=self._split(verified, [before + steps for before in num_pending]),
             early_reqs=[i for i, plan in enumerate(drafts.requests) if plan.is_early],
             is_shortened=drafts.is_shortened,
-            selection_interval=every,
+            selection_interval=selection_interval,
         )
 
     def _plan_request(self, view: RequestView, wanted: int, compressed: int | None) -> RequestPlan:
@@ -373,16 +348,3 @@ class RoundPlanner:
         wide = [i for i in verified if offered[i] > self.narrow]
         batches = [wide[at : at + MAX_WIDE_REQUESTS] for at in range(0, len(wide), MAX_WIDE_REQUESTS)]
         return [narrow, *batches] if narrow else batches
-
-
-@dataclass(frozen=True)
-class DraftRow:
-    """The row of the token table that a request's steps read.
-
-    Attributes:
-        row: Its index.
-        shift: Tokens of the row minus tokens of the context: negative for compressed KV.
-    """
-
-    row: int
-    shift: int = 0

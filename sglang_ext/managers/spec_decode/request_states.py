@@ -2,9 +2,6 @@
 
 :func:`fallback_reason` says why a request can never draft. Such a request reads the full KV.
 
-:data:`SAMPLING_FIELDS` lists every field of SGLang's ``SamplingParams`` and how it is served. A test fails if a later SGLang adds a field
-(tests/unit/managers/test_eligibility.py).
-
 SGLang carries a few counters of speculative decoding from the scheduler to the frontend. :func:`write_counters` fills them with ours,
 and :func:`meta_info_fields` reads them back under their own names.
 """
@@ -15,40 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
-from sglang_ext.managers.spec_decode.grammar import can_roll_back
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_roll_back
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.rules import KVServerArgs
 
 # SGLang's seed, under --enable-deterministic-inference, for requests without one.
 STOCK_DEFAULT_SEED = 42
 # Numbers before the histograms in the list that :func:`write_counters` writes.
 NUM_COUNTERS = 7
-VERIFIED = "verified"
-# How a field is served: "verified" (the request is drafted, and verification makes it exact), or the reason why a request that uses the
-# field is served with full KV.
-SAMPLING_FIELDS: dict[str, str] = {
-    **dict.fromkeys(("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "n"), VERIFIED),
-    # Full KV ("grammar") only if the grammar backend cannot take drafts back.
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), VERIFIED),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"), VERIFIED),
-    # Only custom logit processors read the first one.
-    **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
-    **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
-    # Counted along the drafts (penalties.py).
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), VERIFIED),
-    "min_p": "min-p",
-}
 
 
 def fallback_reason(req: "Req") -> int:
     """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
     Custom logit processors depend on state of their own. Some grammar backends cannot take drafts back. SGLang's seeded sampler has
-    no ``min_p``. Hidden states of drafts are of no use.
+    no ``min_p``. Hidden states of drafts are of no use. A test lists all fields of SGLang's ``SamplingParams`` (test_eligibility.py).
     """
     params = req.sampling_params
     if req.grammar is not None and not can_roll_back(req.grammar):
@@ -81,31 +64,31 @@ class RequestStates:
     """Draft states of the running requests, by their rows in the token table.
 
     Attributes:
-        args: The server's.
         offered_methods: Methods that requests may ask for.
         overall_acceptance: Acceptance of all requests.
+        unprocessed_tokens: Tokens of the newest forward, which SGLang has not appended to the outputs yet.
     """
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
         self.args = args
         self.offered_methods = offered_methods
         self.overall_acceptance = AcceptanceTracker(decay=SLOW_DECAY)
+        self.unprocessed_tokens = UnprocessedTokens()
         # Acceptance of the requests of each method. A new request starts with it.
         self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
 
-    def of(self, batch: "ScheduleBatch") -> list[RequestState]:
+    def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
         """States of the requests in a batch. Requests that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
     def admit(self, req: "Req", matched: int) -> RequestState:
         """Admit a request whose prompt, or a chunk of it, will be computed after ``matched`` cached tokens. Returns its state."""
         row = req.req_pool_idx
-        old = self._states.get(row)
-        if old is not None:
+        if row in self._states:
             # An earlier chunk of the same prompt.
-            return old
+            return self._states[row]
         self._admitted += 1
         method = self.method_of(req)
         state = self._states[row] = RequestState(
@@ -128,22 +111,14 @@ class RequestStates:
         self.overall_acceptance.observe(offered, accepted)
         self._by_method[state.method].observe(offered, accepted)
 
+    def record_result(self, batch: "ScheduleBatch", result: "GenerationBatchResult") -> None:
+        """Record the result of the newest forward."""
+        self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
+
     def method_of(self, req: "Req") -> int:
         """Index of the method that a request asks for."""
         # The frontend refuses unknown names.
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
-
-    def method_index_of(self, row: int) -> int:
-        """Index of the method that the request in ``row`` asked for."""
-        return self._states[row].method
-
-    def prompt_of(self, row: int) -> Sequence[int]:
-        """Token ids of the prompt of the request in ``row``."""
-        return self._states[row].prompt
-
-    def namespace_of(self, row: int) -> str | None:
-        """Namespace of the request in ``row``, as :attr:`RequestState.namespace`."""
-        return self._states[row].namespace
 
     def get(self, row: int) -> RequestState | None:
         """State of the request in ``row``; None if the row has no running request."""

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTokens:
-    """Output tokens of some requests.
+    """Output tokens of some requests of a batch.
 
     Attributes:
+        requests: Positions of the requests in the batch.
         tokens: int64 [requests, width].
         num_output: int64 [requests], how many of the tokens count, from the first on.
         sampled: The sampled rows that the tokens come from, ``width`` rows per request.
     """
 
+    requests: list[int]
     tokens: torch.Tensor
     num_output: torch.Tensor
     sampled: SampledTokens
@@ -46,7 +48,7 @@ class OutputTokens:
             steps: Steps of all requests.
             tokens: int64 [all requests, steps], their tokens.
             requests: Positions of the requests in the batch, ascending.
-            counts: How many of its step tokens count, for each of ``requests``.
+            counts: How many of the step tokens count, for each of ``requests``.
         """
         found = [sampled for _, sampled in steps]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
@@ -58,7 +60,7 @@ class OutputTokens:
             sampled.requested_logprobs = [each.requested_logprobs[i] for i in requests for each in found]
         whole = min(counts) == len(steps)
         num_output = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
-        return cls(tokens, num_output, sampled)
+        return cls(requests, tokens, num_output, sampled)
 
     @property
     def width(self) -> int:
@@ -66,48 +68,35 @@ class OutputTokens:
         return self.tokens.shape[1]
 
 
-@dataclass(frozen=True)
-class PartialOutput:
-    """Output tokens of some requests of a batch.
-
-    Attributes:
-        requests: Positions of the requests in the batch.
-        output_tokens: Their output tokens, in the same order.
-    """
-
-    requests: list[int]
-    output_tokens: OutputTokens
-
-
-def merge_outputs(parts: list[PartialOutput], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
+def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
     """Merge the output tokens of a whole batch. Requests in no part have none.
 
     Args:
-        parts: Parts without a common request.
+        parts: Output tokens of different requests.
         lengths: int64 [requests], lengths of the whole batch; the result is on the same device.
         logprobs: Whether the parts have log-probabilities to merge.
     """
     if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
-        return parts[0].output_tokens
-    count, width = len(lengths), max([1, *(part.output_tokens.width for part in parts)])
+        return parts[0]
+    count, width = len(lengths), max([1, *(part.width for part in parts)])
     tokens, num_output = lengths.new_zeros(count, width), lengths.new_zeros(count)
     for part in parts:
         where = to_device(part.requests, tokens.device)
-        tokens[where, : part.output_tokens.width] = part.output_tokens.tokens
-        num_output[where] = part.output_tokens.num_output
+        tokens[where, : part.width] = part.tokens
+        num_output[where] = part.num_output
     sampled = SampledTokens(tokens.flatten(), None, [], [])
     if logprobs:
         _put_logprobs(sampled, parts, width)
-    return OutputTokens(tokens, num_output, sampled)
+    return OutputTokens(list(range(count)), tokens, num_output, sampled)
 
 
-def _put_logprobs(sampled: SampledTokens, parts: list[PartialOutput], width: int) -> None:
+def _put_logprobs(sampled: SampledTokens, parts: list[OutputTokens], width: int) -> None:
     """Copy the log-probabilities of all parts to ``sampled``. Those of requests without an output token are not read."""
     rows = len(sampled.tokens)
     sampled.logprobs = torch.zeros(rows)
     sampled.top_logprobs, sampled.requested_logprobs = ([(torch.empty(0), [])] * rows for _ in range(2))
     for part in parts:
-        theirs, each = part.output_tokens.sampled, part.output_tokens.width
+        theirs, each = part.sampled, part.width
         sampled.logprobs = sampled.logprobs.to(theirs.logprobs.device)
         for k, i in enumerate(part.requests):
             mine, there = slice(i * width, i * width + each), slice(k * each, (k + 1) * each)
@@ -124,8 +113,8 @@ class RoundResult(GenerationBatchResult):
         plan: Plan of the round.
         marks: When the parts of the round ended.
         positions: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
-        finished_early: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the result
-            without the tokens after the end (hooks/rounds.py).
+        finished_early: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the
+            result without the tokens after the end (hooks/rounds.py).
     """
 
     plan: RoundPlan | None = None
@@ -145,7 +134,7 @@ class RoundResult(GenerationBatchResult):
             next_draft_input=KVDraftInput(nothing),
             speculative_num_draft_tokens=1,
             can_run_cuda_graph=False,
-            plan=RoundPlan.empty(),
+            plan=RoundPlan([], 0, [], [], [], [], [], [], []),
         )
 
     @classmethod
@@ -159,30 +148,24 @@ class RoundResult(GenerationBatchResult):
         output: LogitsProcessorOutput,
         marks: RoundMarks | None = None,
     ) -> "RoundResult":
-        """The result of a round that gave ``output_tokens``. Requests that only drafted keep their newest output token.
+        """The result of a round that gave ``output_tokens``. Requests that only drafted keep their last output token.
 
-        Args:
-            model_runner: The target's.
-            batch: The requests.
-            plan: Plan of the round.
-            output_tokens: Output tokens of all requests.
-            lengths: int64 [requests], tokens of each after the round.
-            output: Output of the last step. Only requests that decode one token on the full KV ask for its hidden states.
-            marks: When the parts of the round ended.
+        ``lengths``: int64 [requests], tokens of each after the round. ``output``: that of the last step; only requests that decode one
+        token on the full KV ask for its hidden states.
         """
         num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
-            output_tokens.sampled.fill_logprobs(shown, list(range(output_tokens.tokens.numel())), stride=output_tokens.width)
+            output_tokens.sampled.fill_logprobs(shown, stride=output_tokens.width)
         if output.hidden_states is not None:
             shown.hidden_states = output.hidden_states.repeat_interleave(output_tokens.width, 0)
         last = output_tokens.tokens.gather(1, (num_output - 1).clamp(min=0)[:, None])[:, 0]
-        newest = torch.where(num_output > 0, last, batch.spec_info.bonus_tokens)
+        bonus_tokens = torch.where(num_output > 0, last, batch.spec_info.bonus_tokens)
         return cls(
             logits_output=shown,
             next_token_ids=output_tokens.tokens.flatten(),
             accept_lens=num_output,
             new_seq_lens=lengths,
-            next_draft_input=KVDraftInput(newest),
+            next_draft_input=KVDraftInput(bonus_tokens),
             speculative_num_draft_tokens=output_tokens.width,
             can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
             plan=plan,
@@ -200,7 +183,7 @@ class PendingDrafts:
     def __init__(self, rows: int, longest: int, device: torch.device):
         self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
 
-    def newest(self, rows: torch.Tensor, counts: torch.Tensor, bonus: torch.Tensor) -> torch.Tensor:
+    def last_tokens(self, rows: torch.Tensor, counts: torch.Tensor, bonus: torch.Tensor) -> torch.Tensor:
         """The last draft of each of ``rows``, or its ``bonus`` token if it has none; all int64 [requests]."""
         last = self.tokens[rows, (counts - 1).clamp(min=0)]
         return torch.where(counts > 0, last, bonus)
@@ -210,6 +193,6 @@ class PendingDrafts:
         places = counts[:, None] + torch.arange(drafts.shape[1], device=counts.device)
         self.tokens[rows[:, None], places] = drafts
 
-    def of(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def first(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The first ``count`` drafts of each of ``rows``: int64 [requests, count]."""
         return self.tokens[rows, :count]

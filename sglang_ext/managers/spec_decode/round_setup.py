@@ -3,19 +3,19 @@
 A round begins with five steps. Only the planner decides, and only this module acts:
 
 1. The full-KV provider processes completed loads and frees full KV.
-2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` wants it, in the order of the batch.
+2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` allows it, in the order of the batch.
 3. ``RoundPlanner.draft`` plans the steps. A request whose KV could not be compressed reads its full KV.
 4. The provider begins loads, and names the requests whose full KV can be verified. Loaded full KV refreshes the compressed KV.
 5. ``RoundPlanner.verify`` completes the plan.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
-from sglang_ext.managers.spec_decode.planner import DraftPlan, DraftRow, RequestView, RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_short, tokens_until_refresh
@@ -23,9 +23,88 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_shor
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+    from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
+    from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
+    from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 MIN_P = FALLBACK_REASONS.index("min-p")
+
+
+class FullKVProvider:
+    """Says where the full KV of a request is, and when it can be verified.
+
+    This base class serves full KV that never leaves the device: a request is verified as soon as it has enough drafts. Features
+    (managers/feature.py) have the other providers: of full KV in host memory, of full KV that is arriving, of freed full KV.
+
+    Attributes:
+        drafts_per_load: Pending drafts of a request before its full KV is loaded; 0 if nothing is loaded.
+        residency: Tracks whose full KV is on the device; None if full KV stays there.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
+        early: Requests that may draft before all of their full KV has arrived; None if there are none.
+        freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it; None if full KV stays.
+    """
+
+    drafts_per_load: int = 0
+    residency: "Residency | None" = None
+    policy: "OffloadPolicy | None" = None
+    early: "EarlyRequests | None" = None
+    freed_full_kv: "FreedFullKV | None" = None
+
+    def deferring_loads(self) -> AbstractContextManager[None]:
+        """A context for planning and launching a round, in which loads may be deferred to its end."""
+        return nullcontext()
+
+    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
+        """Process completed loads, and free full KV that is no longer needed, at the start of a round.
+
+        Args:
+            drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
+            iteration_seconds: Measured seconds of a round; None before the first measurement.
+        """
+
+    def is_early(self, row: int) -> bool:
+        """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/feature.py)."""
+        return False
+
+    def has_arrived(self, row: int) -> bool:
+        """Whether the residual of an early request has arrived."""
+        return True
+
+    def end_early_decoding(self, row: int) -> None:
+        """End early decoding: the request has no unverified draft at the end of this round."""
+
+    def is_offloaded(self, row: int) -> bool:
+        """Whether a request's row must not be read, because full KV is missing or stored elsewhere."""
+        return False
+
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """First position from which a request's row points to full KV. The prefix tree holds ``protected`` of its tokens."""
+        return 0
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a part of the request's full KV is in no tier."""
+        return False
+
+    def pin_while_reading(self, row: int) -> AbstractContextManager[None]:
+        """A context that keeps the part of a request's full KV that is on the device."""
+        return nullcontext()
+
+    def pin_for_round(self, row: int) -> None:
+        """Keep the full KV of the request in ``row`` on the device, because it reads it in this round."""
+
+    def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
+        """Begin loads, and select the rows to verify in this round. Arguments as :meth:`DraftPlan.rounds_until_load` and ``ripe``."""
+        return ripe
+
+    def restore(self, row: int) -> None:
+        """Point a request's row to its full KV."""
+
+    def on_round_launched(self) -> None:
+        """Record that the round was launched."""
+
+    def forget(self, row: int) -> None:
+        """Drop all state of the request in ``row``."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +112,14 @@ class RoundSetup:
     """Sets up the rounds of one worker.
 
     Attributes:
-        planner: Plans rounds.
         compressed_kv: The compressed KV of all requests.
-        full_kv: Says when the full KV of a request is ready for a verification.
+        provider: Says when the full KV of a request is ready for a verification.
         can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
     """
 
     planner: RoundPlanner
     compressed_kv: CompressedKVCache
-    full_kv: "ResidentFullKV | OffloadedFullKV"
+    provider: FullKVProvider
     can_get_queries: Callable[[int], bool] = lambda row: True
 
     def plan(
@@ -51,20 +129,13 @@ class RoundSetup:
         lengths: list[int],
         wanted: int,
         iteration_seconds: float | None = None,
-        every: int = 1,
+        selection_interval: int = 1,
     ) -> RoundPlan:
         """Set up a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
 
-        Args:
-            batch: The running requests.
-            states: Their draft states, in the same order.
-            lengths: Tokens of each request whose full KV is known.
-            wanted: Draft length; 0 for plain decoding.
-            iteration_seconds: Measured seconds of a round; None before the first measurement.
-            every: Selection interval, in steps.
+        ``lengths``: tokens of each request whose full KV is known. ``selection_interval`` is in steps.
         """
-        self.full_kv.on_round_start(self._compressed_prefixes(batch.reqs, states), iteration_seconds)
-        self.full_kv.free_full_kv(batch.reqs)
+        self.provider.on_round_start(batch.reqs, self._compressed_prefixes(batch.reqs, states), iteration_seconds)
         headroom = self.planner.headroom(wanted, len(states))
         may_compress = self.planner.may_compress(states, wanted)
         compressed = self._compress(zip(batch.reqs, states, lengths), may_compress, headroom)
@@ -72,16 +143,16 @@ class RoundSetup:
         views = [self._view(*each) for each in zip(batch.reqs, states, lengths)]
         drafts = self.planner.draft(views, wanted, compressed)
         ready, failed = self._load(batch.reqs, drafts, headroom)
-        return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), every)
+        return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), selection_interval)
 
-    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
+    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> "dict[int, tuple[TieredNode, int]]":
         """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
         pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
         return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
 
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
-        row, full_kv = state.row, self.full_kv
-        is_early = full_kv.is_early(row)
+        row, provider = state.row, self.provider
+        is_early = provider.is_early(row)
         return RequestView(
             state=state,
             length=length,
@@ -91,62 +162,61 @@ class RoundSetup:
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,
-            has_arrived=not is_early or full_kv.has_arrived(row),
-            is_offloaded=full_kv.is_offloaded(row),
-            is_lost=full_kv.is_lost(row),
+            has_arrived=not is_early or provider.has_arrived(row),
+            is_offloaded=provider.is_offloaded(row),
+            is_lost=provider.is_lost(row),
             tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,
         )
 
     def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
         """Create or refresh compressed KV. Pins the full KV of requests that read it, before later requests are given memory.
 
-        Returns:
-            By position in the batch: why the request got no compressed KV; 0 if it has some.
+        Returns, by position in the batch, why the request got no compressed KV; 0 if it has some.
         """
         found = {}
         for i, (req, state, length) in enumerate(requests):
             # The compression of earlier requests may have moved this one's full KV to the host.
             view = self._view(req, state, length)
             if view.is_early and not view.stays_early:
-                self.full_kv.end_early_decoding(view.row)
+                self.provider.end_early_decoding(view.row)
             if not view.is_open:
                 continue
-            if may_compress and self.planner.wants_compressed(view):
+            # The last token of an output needs no draft.
+            if may_compress and (view.remaining > 1 or self.planner.lossy):
                 found[i] = self._ensure_compressed(req, view, headroom)
             if found.get(i, 1):
-                self.full_kv.pin_for_round(view.row)
+                self.provider.pin_for_round(view.row)
         return found
 
     def _ensure_compressed(self, req: "Req", view: RequestView, headroom: int) -> int:
-        with self.full_kv.pin_while_reading(view.row):
+        with self.provider.pin_while_reading(view.row):
             return ensure_compressed_kv(self.compressed_kv, req, view.state, view.length, headroom)
 
     def _load(self, reqs: Sequence["Req"], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
         """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here.
 
-        Returns:
-            Rows whose full KV can be verified in this round; and by position, why a refresh failed.
+        Returns the rows whose full KV can be verified in this round; and by position, why a refresh failed.
         """
         arrived = drafts.arrived
         for row in arrived:
-            self.full_kv.end_early_decoding(row)
-        scheduled = self.full_kv.schedule_verifications(drafts.rounds_until_load(self.full_kv.drafts_per_load), drafts.ripe)
+            self.provider.end_early_decoding(row)
+        scheduled = self.provider.schedule_verifications(drafts.rounds_until_load(self.provider.drafts_per_load), drafts.ripe)
         ready, failed = arrived | scheduled, {}
         for i, view in enumerate(drafts.views):
-            if view.row in ready and self.full_kv.is_offloaded(view.row):
-                self.full_kv.restore(view.row)
+            if view.row in ready and self.provider.is_offloaded(view.row):
+                self.provider.restore(view.row)
                 if reason := self._ensure_compressed(reqs[i], view, headroom):
                     failed[i] = reason
         return ready, failed
 
-    def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, DraftRow]:
-        """The draft rows of requests that read compressed KV, by their row. Writes the slots of their newest tokens to the draft rows."""
+    def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Write the slots of the newest tokens to the draft rows of requests that read compressed KV. Returns ``rows`` of the planner."""
         found = {}
         for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):
             if plan.reads_compressed and i not in failed:
                 self.compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
                 compressed = self.compressed_kv.get(view.row)
-                found[view.row] = DraftRow(self.compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered)
+                found[view.row] = self.compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered
         return found
 
 

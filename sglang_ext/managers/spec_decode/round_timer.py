@@ -1,25 +1,188 @@
-"""Measures the times of rounds, and chooses the draft length and the selection interval of the next round."""
+"""Measures rounds, and chooses the draft length (``--kv-draft-length auto``) and the selection interval (``--kv-select-every auto``).
 
-from collections.abc import Callable
+*Draft length.* All requests of a batch have the same one: the one with the most tokens per second (VeriCache, equation (11), with measured
+times). If a draft token is accepted with probability ``p``, a round of ``x`` drafts gives ``(1 - p^(x+1)) / (1 - p)`` tokens on average.
+Length 0 is plain decoding on the full KV. A cost model (cost_model.py) predicts times, also at loads that were not measured. While drafting
+pays, plain steps are rarely measured. While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short round with
+drafts, which measures drafting again. Probes lose at most :data:`PROBE_SHARE` of the time.
+
+*Selection interval.* The number of draft steps between two selections. A selection reads all keys. So with a short interval draft steps are
+slow, and with a long one drafts read an old selection and fewer are accepted. Both effects are measured for each interval. Intervals are
+tried from the longest to the shortest. The next shorter one is tried only if it could win: if it avoided half of the rejections and its
+selections took no time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
+import numpy as np
 import torch
 
-from sglang_ext.core import RETRYABLE, NO_QUERIES, NO_SELECTION, RequestState
+from sglang_ext.core import NO_QUERIES, NO_SELECTION, RETRYABLE, SLOW_DECAY, AcceptanceTracker, RequestState, TPRanks
 from sglang_ext.device import Mark
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RecentTimes, RoundCosts, RoundTimes
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RecentTimes, RoundCosts, RoundTimes, expected_tokens
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 
-if TYPE_CHECKING:
-    from sglang_ext.managers.spec_decode.draft_report import DraftReport
-    from sglang_ext.managers.spec_decode.planner import RoundPlan
-
+# Times are noisy, and compression takes time. So another length replaces the last choice only if its rate is HYSTERESIS times as high, and
+# a draft length replaces plain decoding only if its rate is MIN_GAIN times as high.
+HYSTERESIS, MIN_GAIN = 1.02, 1.03
+# Fewest and most draft steps of a probe: enough to measure a draft step, and few that may be lost.
+PROBE_DRAFTS = 2, 4
+# Share of the time that probes may lose, for compression and for rounds that gain less than plain steps.
+PROBE_SHARE = 0.01
+# While drafting pays, a plain step is measured after this number of draft steps.
+PLAIN_AFTER = 1024
+# A plain step is measured at a load that is further than this number of doublings from all measured ones.
+PLAIN_REACH = 1.0
+# The acceptance of an interval counts after ENOUGH_VERIFIES verifications. Before that the interval is tried in at most MOST_TRIES rounds.
+ENOUGH_VERIFIES, MOST_TRIES = 48, 64
 # Fallback reasons that end after a few rounds. The time of a round with such a request does not predict later rounds.
 TRANSIENT_FALLBACKS = (NO_QUERIES, NO_SELECTION)
+
+
+@dataclass(frozen=True)
+class FixedDraftLength:
+    """The draft length of ``--kv-draft-length N``: ``drafts`` steps in each round. Same methods as :class:`DraftLength`."""
+
+    drafts: int
+    predicted_gain: ClassVar[None] = None
+
+    def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
+        """Return the fixed length."""
+        return self.drafts
+
+    def observe(self, spent: RoundTimes) -> None:
+        """Ignore the times of a round."""
+
+
+@dataclass
+class DraftLength:
+    """Chooses the draft length of each round.
+
+    Attributes:
+        longest: The longest length.
+        chosen: The last choice; probes and measurements of plain steps do not change it.
+        predicted_gain: Predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
+    """
+
+    longest: int
+    chosen: int = 0
+    predicted_gain: float | None = None
+    # Draft steps since the last plain step.
+    _since_plain: int = 0
+    # Loads, in whole doublings, at which a plain step was requested.
+    _asked: set[tuple[int, ...]] = field(default_factory=set)
+    # Seconds that probes may lose now. The first probe may run at once.
+    _allowance: float = float("inf")
+
+    def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
+        """Return the draft length of the next round; 0 for plain decoding. ``probabilities``: acceptance probability of each request."""
+        drafts = np.arange(self.longest + 1)
+        tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
+        seconds = costs.round_seconds(load, drafts.tolist())
+        rates = tokens / seconds
+        self.predicted_gain = float(rates[1:].max() / rates[0])
+        self.chosen = self._best(rates)
+        if self.chosen:
+            return 0 if self._plain_is_due(costs, load) else self.chosen
+        if costs.draft_times.cells and not costs.plain_step_times.is_near(load.coordinates, PLAIN_REACH):
+            # The loss of a probe is not known before a plain step is measured.
+            return 0
+        # A probe uses the short length with the smallest loss.
+        least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
+        probe = least + int(rates[least : most + 1].argmax())
+        loss = max(0.0, costs.compressing_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0]))
+        # Save up seconds for one probe at most.
+        self._allowance = min(self._allowance, loss)
+        if self._allowance < loss:
+            return 0
+        self._allowance -= loss
+        return probe
+
+    def observe(self, spent: RoundTimes) -> None:
+        """Record the seconds of a round."""
+        self._allowance += PROBE_SHARE * (spent.compressing + spent.whole)
+        self._since_plain = self._since_plain + spent.num_draft_steps if spent.num_draft_steps else 0
+
+    def _best(self, rates: np.ndarray) -> int:
+        """The length with the highest rate. The last choice stays if it is nearly as good, and better than plain decoding."""
+        best, last = int(rates.argmax()), self.chosen
+        if rates[last] < rates[0]:
+            last = 0
+        return last if (HYSTERESIS if last else MIN_GAIN) * rates[last] > rates[best] else best
+
+    def _plain_is_due(self, costs: RoundCosts, load: BatchLoad) -> bool:
+        """Whether to measure a plain step although drafting pays: none was measured for long, or none near this load."""
+        if self._since_plain >= PLAIN_AFTER:
+            self._since_plain = 0
+            return True
+        near = tuple(map(round, load.coordinates))
+        if near in self._asked or costs.plain_step_times.is_near(load.coordinates, PLAIN_REACH):
+            return False
+        # Ask once: the measured time arrives some rounds later.
+        self._asked.add(near)
+        return True
+
+
+@dataclass
+class SelectionInterval:
+    """Chooses the selection interval of each round.
+
+    Attributes:
+        intervals: Allowed intervals in steps, longest first. A single one is always chosen.
+        chosen: The last choice; tries do not change it.
+        acceptance: Acceptance of draft tokens, by interval.
+        verifies: Number of verifications, by interval.
+    """
+
+    intervals: Sequence[int]
+    chosen: int = 0
+    acceptance: dict[int, AcceptanceTracker] = field(default_factory=dict)
+    verifies: Counter[int] = field(default_factory=Counter)
+    _tries: Counter[int] = field(default_factory=Counter)
+
+    def choose(self, costs: RoundCosts, load: BatchLoad, drafts: int) -> int:
+        """Return the interval of the next round, in steps. ``drafts``: draft steps; 0 for plain decoding, which selects nothing."""
+        longest = self.intervals[0]
+        self.chosen = self.chosen or longest
+        if len(self.intervals) == 1 or not drafts:
+            return self.chosen
+        known = {each: self.acceptance[each].probability for each in self.intervals if self.verifies[each] >= ENOUGH_VERIFIES}
+        rates = {each: self._rate(costs, load, drafts, each, probability) for each, probability in known.items()}
+        best = max(rates, key=rates.get, default=longest)
+        if self.chosen not in rates or rates[best] > HYSTERESIS * rates[self.chosen]:
+            self.chosen = best
+        return self._next_try(costs, load, drafts, rates) or self.chosen
+
+    def observe(self, interval: int, offered: int, accepted: int) -> None:
+        """Count a verification of one request, in a round with this interval."""
+        self.acceptance.setdefault(interval, AcceptanceTracker(decay=SLOW_DECAY)).observe(offered, accepted)
+        self.verifies[interval] += 1
+
+    @staticmethod
+    def _rate(costs: RoundCosts, load: BatchLoad, drafts: int, interval: int, probability: float) -> float:
+        """Tokens per second of a request whose draft tokens are accepted with ``probability``."""
+        seconds = costs.round_seconds(load._replace(selection_interval=interval), [drafts])
+        return float(expected_tokens(probability, drafts)) / float(seconds[0])
+
+    def _next_try(self, costs: RoundCosts, load: BatchLoad, drafts: int, rates: dict[int, float]) -> int | None:
+        """The next interval to try; None if no other could win."""
+        before = None
+        for interval in self.intervals:
+            if interval not in rates:
+                if before is not None:
+                    # A draft step takes at least as long as with the longer interval. Assume half of its rejections.
+                    probability = (1 + self.acceptance[before].probability) / 2
+                    if self._rate(costs, load, drafts, before, probability) <= HYSTERESIS * rates[self.chosen]:
+                        return None
+                if self._tries[interval] >= MOST_TRIES:
+                    return None
+                self._tries[interval] += 1
+                return interval
+            before = interval
+        return None
 
 
 @dataclass
@@ -27,27 +190,24 @@ class RoundMarks:
     """The marks of a round on the device. The host sets each one when it launches the work.
 
     Attributes:
-        plan: Plan of the round.
-        load: Load of its batch.
+        follows_plain: Whether the round before was plain, and no prefill came between.
         start: The round begins; compressed KV is created and refreshed.
         planned: Compressed KV is complete; drafting begins.
-        drafted: The last draft step is done.
+        first_step: The first step is done; None if no other follows.
+        drafted: The last step is done.
         ended: The round is done.
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
-    plan: "RoundPlan"
+    plan: RoundPlan
     load: BatchLoad
+    follows_plain: bool
     start: Mark
     planned: Mark
+    first_step: Mark | None = None
     drafted: Mark | None = None
     ended: Mark | None = None
     next: Mark | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the device passed all marks."""
-        return self.next is not None and self.next.reached
 
 
 @dataclass
@@ -56,45 +216,37 @@ class RoundTimer:
 
     Attributes:
         draft_length: Chooses the draft length.
-        device: The device whose work is timed.
-        metrics: Receives the times of each round.
         ranks: Ranks that must all use rank 0's choice.
-        costs: Predicts the times of rounds from measured ones.
         compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
-        on_round_timed: Called with each round and its seconds.
-        selection_interval: Chooses the selection interval.
-        report: Receives the seconds of each round; None if nothing is reported.
+        selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
+        observers: Called with the plan and the times of each measured round.
         recent_rounds: Seconds of the newest rounds.
+        running: The newest planned round. Its marks are set while it runs.
     """
 
     draft_length: DraftLength | FixedDraftLength
     device: torch.device
-    metrics: KVMetrics
     ranks: TPRanks = TPRanks()
     costs: RoundCosts = field(default_factory=RoundCosts)
     compresses_each_round: bool = False
-    on_round_timed: "Callable[[RoundPlan, RoundTimes], None] | None" = None
-    selection_interval: SelectionInterval = field(default_factory=lambda: SelectionInterval((1,)))
-    report: "DraftReport | None" = None
+    selection_interval: SelectionInterval | None = None
+    observers: Sequence[Callable[[RoundPlan, RoundTimes], None]] = ()
     recent_rounds: RecentTimes = field(default_factory=RecentTimes)
+    running: RoundMarks | None = None
     _begun: Mark | None = None
     _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
-    _running: RoundMarks | None = None
+    _follows_plain: bool = False
     _pending: list[RoundMarks] = field(default_factory=list)
     _short_rounds: RoundTimes | None = None
 
-    def start_round(self, lengths: list[int], states: list[RequestState]) -> int:
-        """Begin a round, and choose its draft length.
+    def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
+        """Begin a round of requests with these context lengths, in tokens, and draft states.
 
-        Args:
-            lengths: Tokens of each request whose full KV is known.
-            states: Draft states of the requests, in the same order.
-
-        Returns:
-            The draft length; 0 for plain decoding.
+        Returns the draft length, 0 for plain decoding; and the selection interval in steps.
         """
-        before = [] if self._running is None else self._running.plan.states
+        before = [] if self.running is None else self.running.plan.states
+        self._follows_plain = self.running is not None and not self.running.plan.num_draft_steps
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
@@ -103,32 +255,28 @@ class RoundTimer:
         able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
         uncompressed = sum(length for length, state in zip(lengths, states) if not state.compressor and state.fallback in RETRYABLE)
         load = BatchLoad.of(lengths, uncompressed)
-        load = load._replace(every=self.selection_interval.choose(self.costs, load, self._drafts))
-        drafts, every = self.ranks.agree((self.draft_length.choose(self.costs, load, able or [0.0]), load.every))
-        self._load, self._drafts = load._replace(every=every), drafts or self._drafts
-        return drafts
+        if self.selection_interval is not None:
+            load = load._replace(selection_interval=self.selection_interval.choose(self.costs, load, self._drafts))
+        choice = self.draft_length.choose(self.costs, load, able or [0.0]), load.selection_interval
+        drafts, interval = self.ranks.agree(choice)
+        self._load, self._drafts = load._replace(selection_interval=interval), drafts or self._drafts
+        return drafts, interval
 
-    @property
-    def every(self) -> int:
-        """Selection interval of the newest round, in steps."""
-        return self._load.every
-
-    @property
-    def running(self) -> RoundMarks | None:
-        """The newest planned round. Its marks are set while it runs."""
-        return self._running
-
-    def on_planned(self, plan: "RoundPlan") -> None:
+    def on_planned(self, plan: RoundPlan) -> None:
         """Record that drafting begins. The round may have fewer draft steps than were chosen."""
-        self._running = RoundMarks(plan, self._load, self._begun, Mark.now(self.device))
+        self.running = RoundMarks(plan, self._load, self._follows_plain, self._begun, Mark.now(self.device))
+
+    def on_first_step(self) -> None:
+        """Record that the first of several steps was launched."""
+        self.running.first_step = Mark.now(self.device)
 
     def on_drafted(self) -> None:
         """Record that the last draft step was launched."""
-        self._running.drafted = Mark.now(self.device)
+        self.running.drafted = Mark.now(self.device)
 
     def on_launched(self) -> None:
         """Record that all work of the round was launched."""
-        self._running.ended = Mark.now(self.device)
+        self.running.ended = Mark.now(self.device)
 
     def interrupt(self) -> None:
         """Record that other work begins. Its time does not count for the running round."""
@@ -136,51 +284,59 @@ class RoundTimer:
 
     def _close(self, following: Mark | None) -> None:
         """End the running round at ``following``, the start of the next one. With None it ends after its own work."""
-        running, self._running = self._running, None
+        running, self.running = self.running, None
         if running is not None and running.ended is not None:
             running.next = following or running.ended
             self._pending.append(running)
 
     def _learn(self) -> None:
-        done = [timed for timed in self._pending if timed.is_complete]
-        self._pending = [timed for timed in self._pending if not timed.is_complete]
+        """Learn from the pending rounds whose marks the device passed."""
+        done: list[RoundMarks] = []
+        waiting: list[RoundMarks] = []
+        for timed in self._pending:
+            (done if timed.next.reached else waiting).append(timed)
+        self._pending = waiting
         for timed in done:
-            plan = timed.plan
-            compressing = timed.start.until(timed.planned)
-            drafting = timed.planned.until(timed.drafted)
-            whole = timed.planned.until(timed.next)
-            spent = RoundTimes(plan.num_draft_steps, plan.num_plain_steps, compressing, drafting, whole)
-            if self._is_typical(plan) and (learned := self._merge_short_rounds(plan, spent)) is not None:
-                if self.compresses_each_round and learned.num_draft_steps:
-                    learned = learned._replace(compressing=0.0, whole=learned.whole + learned.compressing)
+            spent = self._times_of(timed)
+            if self._is_typical(timed.plan) and (learned := self._merge_short_rounds(timed.plan, spent)) is not None:
                 self.draft_length.observe(learned)
                 self.costs.observe(timed.load, learned)
-            self.recent_rounds.newest.append(compressing + whole)
-            if self.on_round_timed is not None:
-                self.on_round_timed(plan, spent)
-            if self.report is not None:
-                self.report.add_seconds(plan, compressing + whole)
-            self.metrics.observe_round(plan.num_draft_steps, plan.num_steps, drafting, whole)
+            self.recent_rounds.times.append(spent.compressing + spent.whole)
+            for observe in self.observers:
+                observe(timed.plan, spent)
+
+    def _times_of(self, timed: RoundMarks) -> RoundTimes:
+        """The seconds of a round. Planning counts as the round's, unless compressed KV was created meanwhile."""
+        plan = timed.plan
+        planning = timed.start.until(timed.planned)
+        whole = timed.planned.until(timed.next)
+        later_steps = None if timed.first_step is None else timed.first_step.until(timed.drafted)
+        is_part = not (plan.num_draft_steps and timed.load.uncompressed) or self.compresses_each_round
+        return RoundTimes(
+            plan.num_draft_steps,
+            plan.num_plain_steps,
+            compressing=0.0 if is_part else planning,
+            drafting=timed.planned.until(timed.drafted),
+            whole=whole + planning if is_part else whole,
+            later_steps=later_steps,
+            follows_plain=timed.follows_plain,
+        )
 
     @staticmethod
-    def _is_typical(plan: "RoundPlan") -> bool:
+    def _is_typical(plan: RoundPlan) -> bool:
         """Whether the times of a round predict later rounds: no request waits for its compressed KV or for its full KV."""
         if not plan.num_draft_steps:
             return True
         return not (plan.early_reqs or plan.on_full_kv or any(reason in TRANSIENT_FALLBACKS for reason in plan.fallbacks))
 
-    def _merge_short_rounds(self, plan: "RoundPlan", spent: RoundTimes) -> RoundTimes | None:
-        """The seconds to learn from; None if there are none yet.
-
-        Short rounds with pending drafts are added up until the drafts are verified. A round of full length without a verification is left
-        out, because the time of its verification is missing.
-        """
+    def _merge_short_rounds(self, plan: RoundPlan, spent: RoundTimes) -> RoundTimes | None:
+        """The seconds to learn from; None if there are none yet. Short rounds are added up until their drafts are verified."""
         if not plan.is_shortened:
             self._short_rounds = None
+            # Without a verification, a round of full length misses the time of its verification.
             return spent if plan.verify_reqs or not plan.num_draft_steps else None
         if not plan.num_draft_steps:
             return spent
-        before = self._short_rounds or RoundTimes(0, 0, 0.0, 0.0, 0.0)
-        whole = RoundTimes(*(a + b for a, b in zip(before, spent)))
+        whole = spent if self._short_rounds is None else self._short_rounds.plus(spent)
         self._short_rounds = None if plan.verify_reqs else whole
         return whole if plan.verify_reqs else None

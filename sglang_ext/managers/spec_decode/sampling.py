@@ -24,12 +24,14 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.grammar import DraftGrammar, GrammarWalk
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk, UnprocessedTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from sglang_ext.managers.spec_decode.planner import RoundPlan
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,28 @@ class LogitRow:
     grammar: DraftGrammar | None = None
 
     @classmethod
-    def from_state(cls, request: int, state: RequestState, grammar: DraftGrammar | None = None) -> "LogitRow":
-        """A row of a request with this draft state. Requests that are never drafted use SGLang's own noise."""
-        return cls(request, state.seed if state.fallback in RETRYABLE else None, grammar)
+    def from_state(cls, request: int, state: RequestState, walk: GrammarWalk | None = None, index: int = 0) -> "LogitRow":
+        """The row after ``index`` drafts of a request. Requests that are never drafted use SGLang's own noise. ``walk``: its grammar."""
+        return cls(request, state.seed if state.fallback in RETRYABLE else None, None if walk is None else walk.row(index))
 
-    @classmethod
-    def for_output(cls, request: int, state: RequestState, walk: GrammarWalk | None) -> "LogitRow":
-        """The row after a request's newest token, without drafts. ``walk``: its grammar there, if it has one."""
-        return cls.from_state(request, state, None if walk is None else walk.row(0))
+
+def grammar_walks(
+    unprocessed: UnprocessedTokens, batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
+) -> dict[int, GrammarWalk]:
+    """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
+
+    ``drafts``: int64 [requests, drafts], tokens that each grammar is walked along; None for none.
+    """
+    rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
+    if not rows:
+        return {}
+    known = [[]] * len(rows) if drafts is None else drafts[to_device(rows, drafts.device), :MAX_WALKED_DRAFTS].tolist()
+    walks = {}
+    for k, tokens in zip(rows, known):
+        i = requests[k]
+        req = batch.reqs[i]
+        walks[i] = GrammarWalk(req.grammar, tokens[: plan.num_draft_tokens(i)], unprocessed.tokens_of(req, plan.lengths[i]))
+    return walks
 
 
 def sampling_route(req: "Req") -> str:
@@ -150,17 +166,16 @@ class SampledTokens:
     top_logprobs: list[tuple]
     requested_logprobs: list[tuple]
 
-    def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None) -> None:
-        """Write the log-probabilities of ``rows`` to ``output`` as SGLang expects them.
+    def fill_logprobs(self, output: LogitsProcessorOutput, stride: int | None = None) -> None:
+        """Write the log-probabilities to ``output`` as SGLang expects them.
 
         ``next_token_logprobs`` has shape [requests, stride] in a decode, and [requests] in a prefill (``stride`` None).
         """
-        values = self.logprobs[rows]
-        output.next_token_logprobs = values if stride is None else values.view(-1, stride)
-        output.next_token_top_logprobs_val = [torch.as_tensor(self.top_logprobs[row][0]) for row in rows]
-        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top_logprobs[row][1]) for row in rows]
-        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.requested_logprobs[row][0]) for row in rows]
-        output.next_token_token_ids_logprobs_idx = [list(self.requested_logprobs[row][1]) for row in rows]
+        output.next_token_logprobs = self.logprobs if stride is None else self.logprobs.view(-1, stride)
+        output.next_token_top_logprobs_val = [torch.as_tensor(values) for values, _ in self.top_logprobs]
+        output.next_token_top_logprobs_idx = [torch.as_tensor(ids) for _, ids in self.top_logprobs]
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values, _ in self.requested_logprobs]
+        output.next_token_token_ids_logprobs_idx = [list(ids) for _, ids in self.requested_logprobs]
 
 
 @dataclass(frozen=True)
@@ -194,9 +209,7 @@ class RowSampler:
     def from_rows(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[LogitRow], logprobs: bool) -> "RowSampler":
         """Group ``rows`` by the route of their request.
 
-        Args:
-            rows: Request and noise of each row.
-            logprobs: Whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
+        ``logprobs``: whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
         """
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -210,11 +223,9 @@ class RowSampler:
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
-        """Sample from each row.
+        """Sample from each row of ``logits``, float [rows, vocabulary], which the sampler may overwrite.
 
-        Args:
-            logits: float [rows, vocabulary]; the sampler may overwrite them.
-            positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
+        ``positions``: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
         """
         if len(self.groups) == 1 and not self.logprobs:
             return SampledTokens(self._draw(self.groups[0], logits, positions)[0], None, [], [])
@@ -244,13 +255,7 @@ def draw_with_finite_noise(original: Callable, logprobs: torch.Tensor, seed: tor
     infinite, and draws a token whatever its probability, even 0. Seeds that a request gave (deterministic mode) draw as in SGLang. The
     other seeds are ours. They follow SGLang's distribution without seeds, and so draw none of these tokens.
 
-    Args:
-        logprobs: float [rows, vocabulary], log-probabilities.
-        seed: int64 [rows].
-        positions: int [rows].
-
-    Returns:
-        int64 [rows, 1].
+    ``logprobs``: float [rows, vocabulary]; ``seed``: int64 [rows]; ``positions``: int [rows]; the result: int64 [rows, 1].
     """
     if get_exec().deterministic.enable_deterministic_inference:
         return original(logprobs, seed, positions)
@@ -275,20 +280,14 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
         if output.next_token_top_logprobs_val is not None:
             out.top_logprobs[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
         if output.next_token_token_ids_logprobs_val is not None:
-            out.requested_logprobs[row] = (
-                output.next_token_token_ids_logprobs_val[k],
-                output.next_token_token_ids_logprobs_idx[k],
-            )
+            out.requested_logprobs[row] = (output.next_token_token_ids_logprobs_val[k], output.next_token_token_ids_logprobs_idx[k])
 
 
 class SamplerCache:
     """Keeps the samplers of a batch while the same requests run: creating one takes a dozen operations on the device.
 
     A kept sampler has a few numbers per row. Samplers as large as the logits, or that depend on the output, are created each time.
-
-    Attributes:
-        model_runner: The target's.
-        most: Upper limit of kept samplers: one batch has many subsets of requests.
+    At most ``most`` are kept, because one batch has many subsets of requests.
     """
 
     def __init__(self, model_runner: "ModelRunner", most: int = 64):
@@ -298,23 +297,11 @@ class SamplerCache:
         self._kept: dict[tuple[tuple[int, ...], int, bool], RowSampler] = {}
 
     def get(
-        self,
-        batch: "ScheduleBatch",
-        states: list,
-        requests: tuple[int, ...],
-        width: int,
-        logprobs: bool,
-        rows: Callable[[], list[LogitRow]],
+        self, batch: "ScheduleBatch", states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
     ) -> RowSampler:
-        """The sampler of ``width`` rows of each of some requests.
+        """The sampler of ``width`` rows of each of some requests, at their positions in the batch.
 
-        Args:
-            batch: All requests.
-            states: Their draft states; a sampler is reused only for the same requests and states.
-            requests: Positions of the requests in the batch.
-            width: Rows per request.
-            logprobs: As for :meth:`RowSampler.from_rows`.
-            rows: Makes the rows; called only if a sampler is created.
+        It is reused only for the same requests and ``states``. ``rows`` makes the rows; it is called only if a sampler is created.
         """
         info = batch.sampling_info
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):

@@ -1,4 +1,6 @@
-"""Asynchronous selection on a second stream of the same GPU (AsyncSpade on one device), for compressed KV that consists of pointers.
+"""Asynchronous selection: its interface, and the selection on a second stream of the same GPU (AsyncSpade on one device).
+
+:class:`StreamSelector` selects for compressed KV that consists of pointers:
 
 1. When a draft step ends a request's selection interval, the queries of that step start a selection on the second stream.
 2. The selection is written to spare slots of the compressed KV while the next steps run.
@@ -9,24 +11,23 @@ other on the device only. Tokens that are newer than a selection follow the comp
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.device import SideStream, to_device
-from sglang_ext.mem_cache.compressed.remote_selector import RowSender
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
 
 class QueryWindow(NamedTuple):
@@ -37,17 +38,63 @@ class QueryWindow(NamedTuple):
     positions: list[int]
 
 
-class AsyncSelector(RowSender, ABC):
-    """Interface of selection on a GPU that runs while steps run.
+@dataclass
+class FreeBlocks:
+    """Free memory for new requests at each of several cache ranks, any of which can take a request.
 
-    It serves compressed KV of pointers, selected on a second stream of the same GPU or by cache ranks on other GPUs
-    (managers/cache_rank/on_gpu/). It serves compressed KV of rows where cache ranks have the full KV.
+    Attributes:
+        blocks: Free blocks of each cache rank.
+        size: Tokens of a block.
+        requests: Number of further requests that each cache rank accepts.
+    """
+
+    blocks: list[int]
+    size: int
+    requests: list[int]
+
+    def take(self, tokens: int) -> bool:
+        """Reserve memory for a request of ``tokens`` tokens at the rank with the most free blocks. Returns whether it fits."""
+        needed = -(-tokens // self.size)
+        most = max((i for i, more in enumerate(self.requests) if more), key=self.blocks.__getitem__, default=None)
+        if most is None or needed > self.blocks[most]:
+            return False
+        self.blocks[most] -= needed
+        self.requests[most] -= 1
+        return True
+
+
+class CompressedRequests(Protocol):
+    """The compressed KV of requests, as selectors use it. Members as :class:`~.cache.CompressedKVCache`'s."""
+
+    num_compressions: Counter[str]
+    namespace_of: Callable[[int], str | None]
+    prompt_of: Callable[[int], Sequence[int]]
+
+    def get(self, row: int) -> CompressedKV | None:
+        """The compressed KV of the request in ``row``."""
+
+    def draft_row(self, row: int) -> int:
+        """Index of the request's draft row."""
+
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+        """Replace the selection of some layers."""
+
+
+class AsyncSelector(ABC):
+    """Interface of selection that runs while steps run.
+
+    It serves compressed KV of pointers, selected on a second stream of the same GPU or by cache ranks (managers/cache_rank/). It serves
+    compressed KV of rows where cache ranks have the full KV, which this process then can free (remote_only.py).
 
     Attributes:
         in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to spare slots.
+        sends_rows: Whether it holds its requests' full KV, and sends K and V of the selected tokens.
+        processes: Numbers of running and of started processes, if other processes select.
     """
 
     in_place: ClassVar[bool] = False
+    sends_rows: bool = False
+    processes: tuple[int, int] = (0, 0)
 
     @abstractmethod
     def compile_kernels(self) -> None:
@@ -61,8 +108,12 @@ class AsyncSelector(RowSender, ABC):
             interval: Selection interval, in steps.
         """
 
+    def observe_step(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+        """Handle the start of a step. Returns the observer of its layers; None if none is needed. Arguments as :meth:`on_step_end`'s."""
+        return None
+
     @abstractmethod
-    def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
         """Handle a launched step: apply selections of requests whose selection interval ends, and start new ones with the step's queries.
 
         Args:
@@ -83,7 +134,32 @@ class AsyncSelector(RowSender, ABC):
         """Call :meth:`flush` for all requests."""
 
     def poll(self) -> None:
-        """Poll the selecting processes. Does not wait."""
+        """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
+
+    def must_read_full_kv(self, row: int, tokens: int) -> bool:
+        """Whether the request in ``row``, of ``tokens`` tokens, reads its full KV because nothing can select its tokens now. If so, a missing
+        selection is counted."""
+        return False
+
+    def num_held_tokens(self, row: int) -> int:
+        """Number of a request's first tokens whose K and V it holds and sends; 0 if it cannot, or the compressed KV has no rows yet."""
+        return 0
+
+    def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
+        """Handle that slots of a request's full KV are about to be freed. With ``is_remote_only``, no slots of the request remain, so its keys
+        cannot be sent again."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a request's only full KV was lost with its process."""
+        return False
+
+    def free_blocks(self) -> FreeBlocks:
+        """Free memory for requests that were not sent yet."""
+        return FreeBlocks([], 1, [])
+
+    def has_request(self, row: int) -> bool:
+        """Whether the request was sent or is being sent, so that it needs no more memory."""
+        return False
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
         """Send the new ones of ``slots``, int64 [tokens], before a refresh of compressed KV of rows whose request lacks full KV here.
@@ -123,9 +199,9 @@ class StreamSelector(AsyncSelector):
     """Asynchronous selections of a worker's requests, including those in progress.
 
     Args:
-        method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
         token_table: int32, SGLang's token table with the draft rows.
-        choice: Runs the selection.
+        selector: Runs the selection.
         queries: The newest queries of each request. Its rings keep queries valid for the steps between two selections.
         intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
@@ -164,7 +240,7 @@ class StreamSelector(AsyncSelector):
         """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
         self._interval = interval
 
-    def on_step_end(self, compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
         """Apply and start selections, as :meth:`AsyncSelector.on_step_end`. After a verification, compressed KV is refreshed anyway."""
         interval = self._interval
         due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % interval}
@@ -189,7 +265,7 @@ class StreamSelector(AsyncSelector):
         for row in list(self._in_progress):
             self.flush(row)
 
-    def _apply(self, compressed_kv: "CompressedKVCache", rows: Sequence[int]) -> None:
+    def _apply(self, compressed_kv: CompressedRequests, rows: Sequence[int]) -> None:
         """Point compressed KV to the finished selections."""
         if not rows:
             return
@@ -206,7 +282,7 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch_requests(self, compressed_kv: "CompressedKVCache", windows: Sequence[QueryWindow], ahead: int) -> None:
+    def _launch_requests(self, compressed_kv: CompressedRequests, windows: Sequence[QueryWindow], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
@@ -232,19 +308,3 @@ class StreamSelector(AsyncSelector):
             self._selector.choose(contexts, lambda requests, layers: self._queries.read(places[requests], layers), positions, ahead)
 
         return self._side.launch(choose, (contexts.numbers, contexts.targets, places, positions))
-
-
-def create_stream_selector(
-    method: CompressionMethod,
-    token_table: torch.Tensor,
-    buffers: KVBuffers,
-    query_heads: int,
-    queries: QueryWindows,
-    rotary: Rotary | None,
-    intervals: Sequence[int] = (),
-) -> StreamSelector | None:
-    """Create the asynchronous selector for ``method``; None on a CPU, or if the method does not select by queries of steps."""
-    if not buffers.on_gpu or not isinstance(method.compressor, Spade):
-        return None
-    selector = GpuSelector(method.compressor.predictor, buffers, query_heads, rotary)
-    return StreamSelector(method, token_table, selector, queries, intervals)

@@ -12,23 +12,23 @@ from collections import Counter
 from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.core import CompressedKV
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, RowSender
-from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod, CompressedKVWriter
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
+from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows
-from sglang_ext.mem_cache.compressed.resolve_selection import resolve_selection
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError
+from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.queries import QueryWindows
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,7 @@ class CompressedKVCache:
         prompt_of: Prompt token ids of the request in a row.
         namespace_of: The prefix tree's namespace for KV that depends on more than tokens; None where tokens do not identify the KV.
         layout: How compressed KV is stored in slots.
-        remote_selector: Selects tokens in another process; None if methods select here.
-        async_selector: Selects tokens on a GPU asynchronously; None if methods select between steps.
+        async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
         num_compressions: Number of compressions and refreshes, by the name of the compressed KV.
@@ -64,17 +63,16 @@ class CompressedKVCache:
     methods: tuple[CompressionMethod, ...]
     token_table: torch.Tensor
     rows: int
-    buffers: KVBuffers
+    buffers: "KVBuffers"
     allocator: object
     tree_cache: object
-    queries: QueryWindows
-    rotary: Rotary | None = None
+    queries: "QueryWindows"
+    rotary: "Rotary | None" = None
     method_index_of: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     namespace_of: Callable[[int], str | None] = lambda row: ""
     layout: KVLayout = PlainLayout()
-    remote_selector: RemoteSelector | None = None
-    async_selector: AsyncSelector | None = None
+    async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
     num_compressions: Counter[str] = field(default_factory=Counter)
@@ -145,17 +143,18 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> RowSender | None:
-        """The selector whose process may hold the full KV of requests and sends rows of it; None if there is none."""
-        return next((each for each in (self.remote_selector, self.async_selector) if each is not None and each.sends_rows), None)
+    def row_sender(self) -> "AsyncSelector | None":
+        """The selector whose processes may hold the full KV of requests and send rows of it; None if there is none."""
+        return self.async_selector if self.async_selector is not None and self.async_selector.sends_rows else None
 
     def poll(self) -> None:
         """Poll the processes that select tokens, if any. Called between forwards, and while the scheduler is idle."""
-        for each in filter(None, (self.remote_selector, self.async_selector)):
-            before = each.processes
-            each.poll()
-            if each.processes != before:
-                self.on_processes_changed()
+        if self.async_selector is None:
+            return
+        before = self.async_selector.processes
+        self.async_selector.poll()
+        if self.async_selector.processes != before:
+            self.on_processes_changed()
 
     def items(self) -> ItemsView[int, CompressedKV]:
         """All compressed KV, by request row."""
@@ -266,7 +265,7 @@ class CompressedKVCache:
             )
             compressed.segments.append(new_segment)
         try:
-            kept = resolve_selection(self, row, compressed, renewed, lambda: self._writer.select(method, row, compressed))
+            kept = self._resolve_selection(row, compressed)
             self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -283,6 +282,17 @@ class CompressedKVCache:
             # Its queries are useless until the next refresh. Another request may need the ring.
             self.queries.forget(row)
         return True
+
+    def _resolve_selection(self, row: int, compressed: CompressedKV) -> "torch.Tensor | NewestRows | None":
+        """The ``kept`` of :meth:`CompressedKVWriter.write` for compressed KV with all slots that it reads."""
+        method, wanted = self.method(row), (compressed.covered, compressed.own_tokens)
+        if self.row_sender is None:
+            return initial_selection(method.compressor, self.buffers, *wanted)
+        if self.can_lack_full_kv(row):
+            return self.async_selector.plan_refresh(row, *wanted)
+        kept = self._writer.select(method, row, compressed)
+        self.async_selector.on_compressed(row, compressed.covered, kept)
+        return kept
 
     def insert(self, row: int, compressed: CompressedKV) -> None:
         """Give the request in ``row`` compressed KV that another server packs. Its slots may not be filled yet."""
@@ -303,7 +313,7 @@ class CompressedKVCache:
             every: Selection interval, in steps.
         """
         method, compressed = self.method(row), self._by_row[row]
-        if self.remote_selector is not None or method.compressor.synchronous:
+        if method.compressor.synchronous:
             return
         if (end - compressed.covered) % every or self.is_refused(row):
             return
@@ -314,11 +324,11 @@ class CompressedKVCache:
         else:
             self.num_compressions[compressed.method] += 1
 
-    def write_selection(self, row: int, layers: slice, kept: torch.Tensor | ReceivedRows) -> None:
-        """Replace the selection of some layers with one that another process made. Arguments as
-        :meth:`CompressedKVWriter.write_selection`'s."""
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+        """Replace the selection of some layers with ``kept``, int64 [layers, kv_heads, count], as many tokens, made in or for a step."""
         compressed = self._by_row[row]
-        self._writer.write_selection(self.method(row), row, compressed, layers, kept)
+        source, targets = self.token_table[row, : compressed.covered].long(), compressed.own[compressed.sinks :]
+        self.method(row).packing.write(self.buffers.of_layers(layers), kept, source, targets)
         # Count once for all groups of layers.
         self.num_compressions[compressed.method] += layers.stop == len(self.buffers.keys)
 
@@ -355,20 +365,16 @@ class CompressedKVCache:
         already has. Draft rows and pointers then point to freed slots. Free such pointers, or select again. Selecting again gives the
         request compressed KV as early as a prompt that is new to the tree.
         """
-        if self.layout.points_to_full_kv and not self._point_to_new_slots(row):
-            self.release_compressed_kv(row)
-            if self.remote_selector is not None:
-                self.remote_selector.forget(row)
-            return
+        compressed = self._by_row.get(row)
+        if self.layout.points_to_full_kv:
+            is_kept = compressed is not None and self.async_selector is None
+            if not is_kept or not self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed):
+                self.release_compressed_kv(row)
+                return
         if self.row_sender is not None:
             self.row_sender.on_slots_freed(row, is_remote_only=False)
-        if (compressed := self._by_row.get(row)) is not None:
+        if compressed is not None:
             compressed.tail_end = max(compressed.covered, min(compressed.tail_end, start))
-
-    def _point_to_new_slots(self, row: int) -> bool:
-        """Point to the new slots of the same tokens. Returns whether that worked: False with a remote or an asynchronous selector."""
-        compressed, here = self._by_row.get(row), self.remote_selector is None and self.async_selector is None
-        return compressed is not None and here and self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed)
 
     def on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Handle that ``first`` took over the first blocks of ``rest``. Readers of ``rest`` now read both, in the same slots."""
@@ -385,9 +391,8 @@ class CompressedKVCache:
         """Free the compressed KV and the recorded queries of the request in ``row``."""
         self.release_compressed_kv(row)
         self.queries.forget(row)
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget(row)
+        if self.async_selector is not None:
+            self.async_selector.forget(row)
 
     def release_compressed_kv(self, row: int) -> None:
         """Free the compressed KV of the request in ``row``; no-op without one. Its recorded queries stay."""
@@ -418,6 +423,5 @@ class CompressedKVCache:
         """Drop all records. The pool itself is being cleared."""
         self._by_row.clear()
         self.queries.clear()
-        for each in (self.remote_selector, self.async_selector):
-            if each is not None:
-                each.forget_all()
+        if self.async_selector is not None:
+            self.async_selector.forget_all()

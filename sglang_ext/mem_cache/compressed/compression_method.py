@@ -6,21 +6,23 @@ The method selects tokens, the writer stores them in slots, and the draft row po
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, CompressedKV
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.synchronous_selector import initial_selection
-from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError, as_scores_error
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS
-from sglang_ext.mem_cache.prefix_cache.segments import Segment
+from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.queries import QueryWindows
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 # Smallest number of tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
 # tokens stay as they are, so that this costs little.
@@ -143,9 +145,9 @@ class CompressedKVWriter:
     """
 
     token_table: torch.Tensor
-    buffers: KVBuffers
-    queries: QueryWindows
-    rotary: Rotary | None
+    buffers: "KVBuffers"
+    queries: "QueryWindows"
+    rotary: "Rotary | None"
     prompt_of: Callable[[int], Sequence[int]]
     layout: KVLayout
 
@@ -178,7 +180,7 @@ class CompressedKVWriter:
         done: int,
         tokens: int,
         renewed: bool,
-        kept: torch.Tensor | RowExchange | NewestRows | None = None,
+        kept: "torch.Tensor | NewestRows | None" = None,
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
 
@@ -209,12 +211,10 @@ class CompressedKVWriter:
             compressor = method.compressor.for_context(context)
             if kept is None:
                 self.layout.fill(draft_row, method.packing, compressor, context, targets)
-            elif isinstance(kept, RowExchange):
-                self.buffers.move_rows(kept, source, targets[rest])
-            elif isinstance(kept, NewestRows):
-                self.buffers.move_newest(kept, source, targets[rest])
-            else:
+            elif isinstance(kept, torch.Tensor):
                 method.packing.write(self.buffers, kept, source, targets[rest])
+            else:
+                self.buffers.move_newest(kept, source, targets[rest])
         if not renewed:
             self._copy_sinks(source, compressed.own[: compressed.sinks])
         self.token_table[draft_row, : compressed.num_slots] = compressed.slots.to(self.token_table.dtype)
@@ -225,19 +225,6 @@ class CompressedKVWriter:
         """The method's selection for compressed KV that shares nothing: int64 [layers, kv_heads, own tokens]."""
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
-
-    def write_selection(
-        self, method: CompressionMethod, row: int, compressed: CompressedKV, layers: slice, kept: torch.Tensor | ReceivedRows
-    ) -> None:
-        """Overwrite the tokens that ``compressed``, which shares nothing, keeps in some layers.
-
-        ``kept`` has as many tokens that another process selected, int64 [layers, kv_heads, count], or rows that it sent.
-        """
-        if isinstance(kept, ReceivedRows):
-            self.buffers.of_layers(layers).put_rows(kept, compressed.own)
-            return
-        source = self.token_table[row, : compressed.covered].long()
-        method.packing.write(self.buffers.of_layers(layers), kept, source, compressed.own[compressed.sinks :])
 
     def rewrite_selection(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV) -> bool:
         """Write the first selection of ``compressed`` again, by the same queries, after the row's slots have changed.
@@ -295,3 +282,18 @@ class CompressedKVWriter:
         if method.packing.stochastic:
             seeds = token_seeds(prompt, len(source), source.device)
         return ContextKV(self.buffers, source, *found, self.rotary, prompt, seeds)
+
+
+def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
+    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
+
+    Args:
+        chooser: The request's compressor.
+        buffers: The pool's buffers.
+        covered: Tokens that the compressed KV covers.
+        keep: Tokens per head.
+    """
+    if not chooser.synchronous or (chooser.every > 1 and chooser.window):
+        return None
+    keys = buffers.keys[0]
+    return torch.arange(covered - keep, covered, device=keys.device).expand(len(buffers.keys), keys.shape[1], keep)

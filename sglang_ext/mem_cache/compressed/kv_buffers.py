@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.row_exchange import ReceivedRows, RowExchange, NewestRows
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
+    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class KVBuffers:
             targets: int64 [count], slots of the compressed KV.
         """
         if self.on_gpu:
-            from sglang_ext.layers.kernels.compressed.gather_kept import gather_kept
+            from sglang_ext.layers.kernels.kv_copies import gather_kept
 
             gather_kept(self.key_table, self.value_table, self.keys[0], self.values[0], kept, sources, targets)
             return
@@ -101,34 +101,18 @@ class KVBuffers:
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets] = buffer[read, heads]
 
-    def put_rows(self, arrived: ReceivedRows, targets: torch.Tensor) -> None:
-        """Store rows that another process sent at their places in the compressed KV's slots ``targets``, int64 [places]."""
-        found = arrived.exchange
-        for layer in range(len(self.keys)):
-            rows = found.of_layer(layer)
-            slots, heads = targets[found.places[rows]], found.heads[rows]
-            self.keys[layer][slots, heads], self.values[layer][slots, heads] = arrived.keys[rows], arrived.values[rows]
-
-    def move_rows(self, exchange: RowExchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of a context to their places in compressed KV.
+    def move_newest(self, coming: "NewestRows", sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows of a context's newest tokens to their places in compressed KV.
 
         Args:
-            exchange: The rows and their places.
+            coming: The rows and their places.
             sources: int64 [tokens], slots of the context. The copied rows are exact there.
             targets: int64 [places], slots of the compressed KV.
         """
-        for layer in range(len(self.keys)):
-            rows = exchange.of_layer(layer)
-            heads, read = exchange.heads[rows], sources[exchange.positions[rows]]
-            for buffer in (self.keys[layer], self.values[layer]):
-                buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
-
-    def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of a context's newest tokens to their places in compressed KV. Arguments as :meth:`move_rows`'s."""
         # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
-            from sglang_ext.layers.kernels.row_exchange.receive_rows import move_newest
+            from sglang_ext.layers.kernels.row_exchange import move_newest
 
             move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
             return

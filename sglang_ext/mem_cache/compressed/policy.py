@@ -3,10 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import (
-    RETRYABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, WRONG_SCORES, CompressedKV, RequestState,
-)  # fmt: skip
-from sglang_ext.mem_cache.compressed.remote_selector import request_selection
+from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
@@ -34,6 +32,9 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         headroom: Slots that must stay free or evictable for decoding.
     """
     compressed, method = compressed_kv.get(state.row), compressed_kv.method(state.row)
+    if compressed is not None and _must_read_full_kv(compressed_kv, state.row, length):
+        compressed_kv.release_compressed_kv(state.row)
+        return NO_SELECTION
     if compressed is None:
         if is_short(compressed_kv, state.row, length):
             return SHORT_CONTEXT
@@ -41,7 +42,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
             return WRONG_SCORES
         if not compressed_kv.has_queries(state.row):
             return NO_QUERIES
-        if compressed_kv.remote_selector is not None and not request_selection(compressed_kv, state.row, length):
+        if _must_read_full_kv(compressed_kv, state.row, length):
             return NO_SELECTION
         prefix = SharedPrefix(req.last_node, state.cached_prompt_len) if state.cached_prompt_len else None
         if not compressed_kv.compress(state.row, length, headroom, prefix):
@@ -58,14 +59,17 @@ def is_short(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     return compressed_kv.get(row) is None and length < compressed_kv.method(row).shortest
 
 
+def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
+    """Whether the request in ``row`` has its full KV here and nothing can select its tokens."""
+    selector = compressed_kv.async_selector
+    return selector is not None and not compressed_kv.can_lack_full_kv(row) and selector.must_read_full_kv(row, length)
+
+
 def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
     """Refresh the compressed KV of the request in ``row``. Returns the fallback reason, 0 if the request has (new or old) compressed KV."""
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
     if not _is_refresh_ready(compressed_kv, row, length):
-        if compressed_kv.is_usable_without_refresh(row):
-            return 0
-        compressed_kv.release_compressed_kv(row)
-        return NO_SELECTION
+        return 0
     # Without full KV, a refresh frees more slots than it takes.
     if not compressed_kv.compress(row, length, 0 if is_usable_without_refresh and compressed_kv.can_lack_full_kv(row) else headroom):
         if compressed_kv.is_refused(row):
@@ -78,9 +82,7 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
 
 
 def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether other processes have what a refresh needs from them."""
-    if compressed_kv.remote_selector is not None:
-        return request_selection(compressed_kv, row, length)
+    """Whether cache ranks have what a refresh needs from them. Otherwise the compressed KV stays as it is."""
     if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
         return True
     return compressed_kv.async_selector.extend(
@@ -93,8 +95,8 @@ def max_exact_tail(kept: int) -> int:
     return 1 + int(max(REFRESH_AFTER, REFRESH_SHARE * kept))
 
 
-def max_tail(method: CompressionMethod, page_size: int, context: int, is_async: bool) -> int:
-    """Largest number of tokens after compressed KV in a server that frees full KV.
+def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
+    """Largest number of tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
 
     It is the sum of the tokens of two rounds (slots are freed one round later), of an incomplete page, and of tokens that arrive before
     a refresh.
@@ -103,10 +105,8 @@ def max_tail(method: CompressionMethod, page_size: int, context: int, is_async: 
         method: The compression method.
         page_size: Slots that the pool allocates together.
         context: Tokens of the longest context.
-        is_async: Whether tokens are selected asynchronously. Then the number of exact tokens alone decides when to refresh.
     """
-    before = max_exact_tail(method.num_kept(context)) if is_async else method.compressor.every - 1
-    return 2 * PLAIN_STEPS + page_size + before
+    return 2 * PLAIN_STEPS + page_size + max_exact_tail(method.num_kept(context))
 
 
 def is_compression_near(compressed_kv: CompressedKVCache, state: RequestState, end: int) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed.remote_selector import LayerObserver
 
 # SGLang calls the hooks below without a context argument, so the state is global: the recorder of the running forward, the callback for
 # written keys, and the number of tokens that prefix hits leave uncached.
@@ -66,6 +66,16 @@ def cap_prefix_match(original: Callable, req, input_len: int) -> int:
     """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
     longest = original(req, input_len)
     return max(0, min(longest, input_len - uncached_tokens)) if uncached_tokens else longest
+
+
+class LayerObserver(Protocol):
+    """Receives the progress of a forward. Layers are counted from 0."""
+
+    def on_layer_start(self, layer: int) -> None:
+        """Called before the layer's attention."""
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """Called when the layer's queries are recorded."""
 
 
 @dataclass(frozen=True)
@@ -144,21 +154,23 @@ class QueryWindows:
         window: Largest number of queries that compressors need; 0 keeps nothing and makes every call free of cost.
         layers: Indices of the model's attention layers, in pool order.
         extra_queries: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
+        pool: The memory that :meth:`newest_places` indexes: [layers, places, heads, head_dim]; None if nothing is kept.
+        has_step_queries: Whether graphs of draft steps record queries.
     """
 
     window: int
     layers: Sequence[int]
     extra_queries: int
+    pool: torch.Tensor | None = None
+    has_step_queries: bool = False
     _rings: dict[int, QueryRing] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
-    _pool: torch.Tensor | None = None
     _running: tuple[RecordedRows, ...] = ()
     _reserved: tuple[torch.Tensor, torch.Tensor] | None = None
-    _observer: LayerObserver | None = None
+    _observer: "LayerObserver | None" = None
     _targets: torch.Tensor | None = None
     _capturing: bool = False
     _has_targets: bool = False
-    _has_step_graphs: bool = False
 
     @property
     def span(self) -> int:
@@ -180,16 +192,11 @@ class QueryWindows:
         """
         if self.window and rings:
             # No request owns index 0. Graphs write queries there that are not recorded.
-            self._pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
+            self.pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
-    @property
-    def pool(self) -> torch.Tensor:
-        """The memory that :meth:`newest_places` indexes: [layers, places, heads, head_dim]; None if nothing is kept."""
-        return self._pool
-
     @contextmanager
-    def recording(self, rows: tuple[RecordedRows, ...], watch: LayerObserver | None = None) -> Iterator[None]:
+    def recording(self, rows: tuple[RecordedRows, ...], watch: "LayerObserver | None" = None) -> Iterator[None]:
         """Record the queries of ``rows`` of the forward inside this context. ``watch`` observes its layers."""
         rows = self._fitting(rows)
         if not rows:
@@ -213,17 +220,17 @@ class QueryWindows:
         Raises:
             ValueError: An earlier call passed a smaller number of tokens.
         """
-        if self._pool is None:
+        if self.pool is None:
             yield
             return
         if self._targets is None:
-            self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
+            self._targets = torch.zeros(tokens, dtype=torch.int64, device=self.pool.device)
         elif tokens > len(self._targets):
             raise ValueError(
                 f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)} tokens, and they share one table: "
                 "pass the largest number of tokens first"
             )
-        self._capturing, self._has_step_graphs = True, self._has_step_graphs or steps
+        self._capturing, self.has_step_queries = True, self.has_step_queries or steps
         try:
             with recording_to(self):
                 yield
@@ -233,7 +240,7 @@ class QueryWindows:
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
         """Record one layer's queries, [tokens, query_heads, head_dim], of the running forward."""
         layer = self._index[layer_id]
-        pool = self._pool[layer]
+        pool = self.pool[layer]
         if self._capturing:
             pool.index_copy_(0, self._targets[: len(queries)], queries)
             return
@@ -259,14 +266,9 @@ class QueryWindows:
         if self._has_targets:
             self._targets.index_copy_(0, tokens, places)
 
-    @property
-    def has_step_queries(self) -> bool:
-        """Whether graphs of draft steps record queries."""
-        return self._has_step_graphs
-
     def set_step_targets(self, rows: tuple[RecordedRows, ...]) -> None:
         """Call :meth:`set_targets` before a step on compressed KV; no-op if graphs of draft steps record no queries."""
-        if self._has_step_graphs:
+        if self.has_step_queries:
             self.set_targets(rows)
 
     def warm_up(self) -> None:
@@ -278,13 +280,10 @@ class QueryWindows:
 
     def _fitting(self, rows: tuple[RecordedRows, ...]) -> tuple[RecordedRows, ...]:
         """``rows``, shortened to what a ring holds."""
-        return () if self._pool is None else tuple(row.newest(self.span) for row in rows)
+        return () if self.pool is None else tuple(row.newest(self.span) for row in rows)
 
     def _reserve(self, rows: tuple[RecordedRows, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reserve ring entries for ``rows``, as far as rings are free.
-
-        Returns the forward's tokens whose queries are recorded, and their pool indices, both int64 [kept].
-        """
+        """Reserve ring entries, as far as rings are free. Returns the forward's recorded tokens and their pool indices, int64 [kept] each."""
         tokens: list[int] = []
         places: list[int] = []
         for row in rows:
@@ -293,7 +292,7 @@ class QueryWindows:
                 tokens += range(row.start, row.end)
                 places += ring.reserve(range(row.position, row.position + row.end - row.start))
         # One transfer to the device for all requests.
-        both = to_device(tokens + places, self._pool.device)
+        both = to_device(tokens + places, self.pool.device)
         return both[: len(tokens)], both[len(tokens) :]
 
     def _ring(self, key: int) -> QueryRing | None:
@@ -311,11 +310,11 @@ class QueryWindows:
             queries: [layers, tokens, heads, head_dim], on any device.
         """
         self.forget(key)
-        ring = None if self._pool is None else self._ring(key)
+        ring = None if self.pool is None else self._ring(key)
         if ring is not None:
             queries = queries[:, -self.span :]
-            places = to_device(ring.reserve(range(end - queries.shape[1], end)), self._pool.device)
-            self._pool.index_copy_(1, places, queries.to(self._pool.device))
+            places = to_device(ring.reserve(range(end - queries.shape[1], end)), self.pool.device)
+            self.pool.index_copy_(1, places, queries.to(self.pool.device))
 
     def get(
         self, key: int, end: int, count: int, layers: slice = slice(None)
@@ -328,8 +327,8 @@ class QueryWindows:
         found = self.newest_places(key, end, count)
         if not found[1]:
             return None
-        places, positions = to_device([*found], self._pool.device)
-        return self._pool[layers, places], positions
+        places, positions = to_device([*found], self.pool.device)
+        return self.pool[layers, places], positions
 
     def newest_places(self, key: int, end: int, count: int) -> tuple[list[int], list[int]]:
         """Pool indices and positions of the queries that :meth:`get` returns; empty if there are none.
@@ -341,7 +340,7 @@ class QueryWindows:
 
     def read(self, places: torch.Tensor, layers: slice) -> torch.Tensor:
         """Queries at ``places``, int64 [requests, window], in some layers: [requests, layers, heads, window, head_dim]."""
-        found = self._pool[layers].index_select(1, places.flatten()).unflatten(1, places.shape)
+        found = self.pool[layers].index_select(1, places.flatten()).unflatten(1, places.shape)
         return found.permute(1, 0, 3, 2, 4)
 
     def newest(self, key: int) -> int | None:
@@ -382,9 +381,9 @@ class QueryWindows:
     @property
     def used_bytes(self) -> int:
         """Bytes of the rings in use."""
-        return 0 if self._pool is None else self.taken * self.span * self._pool[:, 0].nbytes
+        return 0 if self.pool is None else self.taken * self.span * self.pool[:, 0].nbytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the pool and of the table of graph targets."""
-        return sum(0 if tensor is None else tensor.nbytes for tensor in (self._pool, self._targets))
+        return sum(0 if tensor is None else tensor.nbytes for tensor in (self.pool, self._targets))

@@ -61,7 +61,7 @@ class Rotary:
         """Rotate vectors by ``count`` further positions, whatever their position, in few operations: float32 [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
         if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
-            from sglang_ext.layers.kernels.selection.rotate_queries import rotate_queries
+            from sglang_ext.layers.kernels.key_scores import rotate_queries
 
             return rotate_queries(vectors, (cos, sin, other))
         vectors = vectors.float()

@@ -5,43 +5,25 @@ depend on their order, since keys are already rotated. Rows that stay therefore 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-# Marks an empty place.
-EMPTY = -1
 
-
-@dataclass(frozen=True)
-class RowExchange:
-    """Rows that replace others. Each tensor is int64 [rows], ascending by layer and head, unless stated otherwise.
+class RowExchange(NamedTuple):
+    """Rows that replace others. Each tensor is int64 [rows], ascending by layer and head.
 
     Attributes:
-        held: int64 [layers, kv_heads, places], position of the token in each place afterwards.
         layers, heads, places: Where the rows are stored.
         positions: Positions of their tokens.
         wanted: Their indices in the wanted positions of their head.
     """
 
-    held: torch.Tensor
     layers: torch.Tensor
     heads: torch.Tensor
     places: torch.Tensor
     positions: torch.Tensor
     wanted: torch.Tensor
-
-    def of_layer(self, layer: int) -> slice:
-        """Slice of the rows of one layer."""
-        return slice(*torch.searchsorted(self.layers, torch.tensor([layer, layer + 1])).tolist())
-
-
-@dataclass(frozen=True)
-class ReceivedRows:
-    """An exchange with the rows that another process sent. ``keys`` and ``values`` are [rows, dim]."""
-
-    exchange: RowExchange
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -57,39 +39,31 @@ class NewestRows:
     first: int
 
 
-def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> RowExchange:
+def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor) -> RowExchange:
     """Plan an exchange after which the places hold the wanted rows. Rows that are wanted and held stay in their place.
 
-    If a wanted row is neither held nor available, its place keeps the previous row. ``RowExchange.held`` then has that row's position.
+    If a wanted row is neither held nor available, its place keeps the previous row.
 
     Args:
-        held: int64 [layers, kv_heads, places], distinct positions; :data:`EMPTY` for an empty place.
+        held: int64 [layers, kv_heads, places], distinct positions.
         wanted: int64 [layers, kv_heads, places], distinct positions.
-        available: bool, like ``wanted``: whether the row can be copied; None for all.
+        available: bool, like ``wanted``: whether the row can be copied.
     """
-    missing, unwanted = missing_mask(wanted, held), missing_mask(held, wanted)
-    if available is not None:
-        missing &= available
+    missing, unwanted = missing_mask(wanted, held) & available, missing_mask(held, wanted)
     # Replace only as many rows as arrive, in the first places that are free.
     unwanted &= unwanted.cumsum(-1) <= missing.sum(-1, keepdim=True)
     layers, heads, index = missing.nonzero(as_tuple=True)
-    places, positions = unwanted.nonzero(as_tuple=True)[2], wanted[layers, heads, index]
-    after = held.clone()
-    after[layers, heads, places] = positions
-    return RowExchange(after, layers, heads, places, positions, index)
+    return RowExchange(layers, heads, unwanted.nonzero(as_tuple=True)[2], wanted[layers, heads, index], index)
 
 
 def missing_mask(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
-    """Mask of a head's positions in ``these`` that are not in ``those``: bool, like ``these``. Empty places count as missing.
+    """Mask of a head's positions in ``these`` that are not in ``those``: bool, like ``these``.
 
     Args:
-        these, those: int64 [layers, kv_heads, count], positions or :data:`EMPTY`.
+        these, those: int64 [layers, kv_heads, count], positions.
     """
-    most = 2 + max(int(each.max()) if each.numel() else EMPTY for each in (these, those))
-    there = torch.zeros(*these.shape[:-1], most, dtype=torch.bool)
-    there.scatter_(-1, those - EMPTY, True)
-    there[..., 0] = False
-    return ~there.gather(-1, these - EMPTY)
+    tokens = 1 + max(int(these.max()), int(those.max()))
+    return ~torch.zeros(*these.shape[:-1], tokens, dtype=torch.bool).scatter_(-1, those, True).gather(-1, these)
 
 
 def top_mask(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor) -> torch.Tensor:
@@ -122,19 +96,5 @@ def plan_refresh(held: torch.Tensor, before: int, covered: int, keep: int, recen
     added = torch.arange(count, keep, device=held.device).expand(*held.shape[:-1], -1)
     places = torch.cat([leaving, added], dim=-1)
     newest = torch.arange(covered - new, covered, device=held.device, dtype=held.dtype).expand(places.shape)
-    return pad_places(held, keep).scatter(-1, places, newest), NewestRows(places, covered - new)
-
-
-def pad_places(held: torch.Tensor, places: int) -> torch.Tensor:
-    """Pad ``held``, [layers, kv_heads, at most places], with empty places to ``places``."""
-    return torch.nn.functional.pad(held, (0, places - held.shape[-1]), value=EMPTY)
-
-
-def merge_exchanges(parts: list[RowExchange]) -> RowExchange:
-    """Merge the exchanges of consecutive groups of layers into one of all layers."""
-    first, layers = 0, []
-    for part in parts:
-        layers.append(part.layers + first)
-        first += len(part.held)
-    rest = (torch.cat([getattr(part, name) for part in parts]) for name in ("heads", "places", "positions", "wanted"))
-    return RowExchange(torch.cat([part.held for part in parts]), torch.cat(layers), *rest)
+    grown = torch.nn.functional.pad(held, (0, keep - count))
+    return grown.scatter(-1, places, newest), NewestRows(places, covered - new)

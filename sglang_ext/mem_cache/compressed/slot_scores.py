@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.scores.predictor import Predictor
+from sglang_ext.mem_cache.scores import Predictor
 
 
 class SlotScores:

@@ -1,19 +1,18 @@
-"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions."""
+"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions.
+Also chooses what observes the layers of a step."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part
+from sglang_ext.mem_cache.compressors import ContextKV, Part
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 
 class SynchronousSelector:
-    """A :class:`~.remote_selector.LayerObserver` that selects tokens in each layer of one step.
+    """A :class:`~.queries.LayerObserver` that selects tokens in each layer of one step.
 
     Args:
         compressed_kv: The compressed KV cache.
@@ -29,31 +28,31 @@ class SynchronousSelector:
 
     def on_queries_recorded(self, layer: int) -> None:
         """Select the tokens that the layer reads."""
+        compressed_kv, layers = self._compressed_kv, slice(layer, layer + 1)
         for row, end in self._ends.items():
-            self._choose(row, end, slice(layer, layer + 1))
-
-    def _choose(self, row: int, end: int, layers: slice) -> None:
-        compressed_kv, compressed, chooser = self._compressed_kv, self._compressed_kv.get(row), self._compressed_kv.method(row).compressor
-        found = compressed_kv.queries.get(row, end, chooser.window, layers)
-        if found is None:
-            return
-        slots = compressed_kv.token_table[row, : compressed.covered].long()
-        context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
-        compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
+            compressed, chooser = compressed_kv.get(row), compressed_kv.method(row).compressor
+            found = compressed_kv.queries.get(row, end, chooser.window, layers)
+            if found is None:
+                continue
+            slots = compressed_kv.token_table[row, : compressed.covered].long()
+            context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
+            compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
 
 
-def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, int]) -> SynchronousSelector | None:
-    """Create the synchronous selector of a step, for requests whose method needs it and whose selection interval ends.
+def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], following: int | None) -> "LayerObserver | None":
+    """The observer of a step's layers; None if no selector needs it.
 
-    Returns None if there is no such request, or if attention itself selects. Those selections are counted here.
+    Without an asynchronous selector, it selects for the requests whose method selects in steps and whose selection interval ends. If
+    attention itself selects, there is no observer, and the selections are counted here.
 
     Args:
         compressed_kv: The compressed KV cache.
         ends: Position after the step's token, by row, of requests that read their compressed KV.
+        following: Steps until the full KV verifies them; None if nothing is verified.
     """
+    if compressed_kv.async_selector is not None:
+        return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
-    if not waiting:
-        return None
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
     if compressed_kv.layout.selects_in_attention:
         chosen = (row for row in waiting if compressed_kv.layout.step_selects(compressed_kv.draft_row(row), after[row]))
@@ -61,18 +60,3 @@ def synchronous_selector(compressed_kv: "CompressedKVCache", ends: Mapping[int, 
         return None
     due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}
     return SynchronousSelector(compressed_kv, due) if due else None
-
-
-def initial_selection(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
-    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
-
-    Args:
-        chooser: The request's compressor.
-        buffers: The pool's buffers.
-        covered: Tokens that the compressed KV covers.
-        keep: Tokens per head.
-    """
-    if not chooser.synchronous or (chooser.every > 1 and chooser.window):
-        return None
-    keys = buffers.keys[0]
-    return torch.arange(covered - keep, covered, device=keys.device).expand(len(buffers.keys), keys.shape[1], keep)

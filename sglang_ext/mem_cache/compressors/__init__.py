@@ -1,12 +1,11 @@
-"""KV cache compressors: one file per method, and one catalogue of them (catalogue.py).
+"""KV cache compressors by family, their interfaces (compressor.py, quantizer.py), and their catalogue (catalogue.py).
 
-contracts/ has the interfaces: one for methods that drop tokens, one for methods that quantize them. This module exports what a user's own
-method needs.
+This module exports what a user's own method needs.
 """
 
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part, top_positions, kept_count
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import register, register_quantizer
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, kept_count, top_positions
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.registry import register, register_quantizer
 
 __all__ = [
     *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),

@@ -1,24 +1,21 @@
-"""The catalogue of compression methods that ``--kv-compressor`` may name. Each method's class declares its properties.
-
-A method is one file of this folder or of ``each_step/``, found automatically, or a user's own class (user_methods.py).
-"""
+"""The catalogue of compression methods that ``--kv-compressor`` may name: classes with an entry in registry.py, and users' own classes."""
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from itertools import product
-from pkgutil import iter_modules
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache import compressors
-from sglang_ext.mem_cache.compressors import each_step, user_methods
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, USER_METHODS, QUANTIZERS
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll, RequiredFolder
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, DROPPING, PACKING, QUANTIZERS, USER_METHODS, DroppingMethod, is_own, name_of
 
 DEFAULT = "snapkv"
+# Names that flags are checked for.
+KVZAP, KVZIP, QUEST, SPADE = "kvzap", "kvzip", "quest", "spade"
+# Tokens of a page of quest.
+QUEST_PAGE = 16
 # NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.
@@ -27,12 +24,7 @@ WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A compression method: tokens are selected first, then quantized.
-
-    Attributes:
-        compressor: Selects the tokens to keep.
-        quantizer: Quantizes them; None to store them unchanged.
-    """
+    """A compression method: the compressor selects the tokens to keep, then the quantizer quantizes them; None to store them unchanged."""
 
     compressor: Compressor
     quantizer: Quantizer | None
@@ -43,23 +35,14 @@ class MethodSpec:
         return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
 
 
-@cache
-def _load() -> None:
-    for folder in (compressors, each_step):
-        for module in iter_modules(folder.__path__, f"{folder.__name__}."):
-            import_module(module.name)
-
-
 def dropping() -> tuple[str, ...]:
     """Names of all methods that drop tokens: the default, then those that need no files, then the others."""
-    _load()
-    return tuple(sorted(COMPRESSORS, key=lambda name: (name != DEFAULT, not is_online(name), COMPRESSORS[name].points, name)))
+    return tuple(sorted(DROPPING, key=lambda name: (name != DEFAULT, not is_online(name), DROPPING[name].points, name)))
 
 
 def packing() -> tuple[str, ...]:
     """Names of all methods that quantize tokens, sorted."""
-    _load()
-    return tuple(sorted(QUANTIZERS))
+    return tuple(sorted(PACKING))
 
 
 def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -69,7 +52,7 @@ def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_online(name: str) -> bool:
     """Whether a method that drops tokens scores KV and queries during serving, and stores the kept KV."""
-    return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
+    return DROPPING[name].reads is None and not DROPPING[name].points
 
 
 def online() -> tuple[str, ...]:
@@ -79,22 +62,22 @@ def online() -> tuple[str, ...]:
 
 def packable() -> tuple[str, ...]:
     """Names of methods that drop tokens and can be combined with a quantizer, because they store KV."""
-    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
+    return tuple(name for name in dropping() if not DROPPING[name].points)
 
 
 def comparable() -> tuple[str, ...]:
     """Names of methods whose heads can share a budget: scores compare over heads and layers, and compressed KV is stored."""
-    return tuple(name for name in packable() if COMPRESSORS[name].comparable)
+    return tuple(name for name in packable() if DROPPING[name].comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
     """Names of methods whose acceptance rate is higher if heads keep different numbers of tokens."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].better_uneven)
+    return tuple(name for name in dropping() if DROPPING[name].better_uneven)
 
 
 def on_gpu() -> tuple[str, ...]:
     """Names of quantizers that have kernels."""
-    return tuple(name for name in packing() if QUANTIZERS[name].quantizer_class.has_kernels)
+    return tuple(name for name in packing() if PACKING[name].has_kernels)
 
 
 def names() -> Iterator[str]:
@@ -104,16 +87,17 @@ def names() -> Iterator[str]:
 
 def number(name: str) -> int:
     """Number that identifies a method among the processes of one server, from 1; 0 for no method."""
-    return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
+    return _numbers(len(DROPPING) + len(PACKING)).get(name, 0)
 
 
 def method_name(number: int) -> str:
     """Name of the method with this number."""
-    return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
+    return list(_numbers(len(DROPPING) + len(PACKING)))[number - 1]
 
 
 @cache
 def _numbers(registered: int) -> dict[str, int]:
+    """Numbers by name while ``registered`` methods are registered; users' own ones are registered later."""
     return {name: number for number, name in enumerate(names(), 1)}
 
 
@@ -124,8 +108,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     Raises:
         OptionError: The value is unknown. The message has the value and the allowed ones.
     """
-    _load()
-    first, second = (None if part is None else user_methods.name_of(part, flag) for part in parts(value))
+    first, second = (None if part is None else name_of(part, flag) for part in parts(value))
     drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
@@ -133,7 +116,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
             f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
-    if packs is not None and drops is not None and COMPRESSORS[drops].points:
+    if packs is not None and drops is not None and DROPPING[drops].points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} points to full KV and stores none that could be packed: pass {drops} alone, "
             f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
@@ -152,7 +135,7 @@ def _apart_from_bits(value: str, flag: str) -> str | None:
 def parts(value: str) -> tuple[str, str | None]:
     """Split a value into the method that drops tokens and the quantizer, as typed. Paths may contain a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
-        if value[:place] in dropping() or user_methods.is_own(value[:place]):
+        if value[:place] in dropping() or is_own(value[:place]):
             return value[:place], value[place + 1 :]
     return value, None
 
@@ -160,6 +143,11 @@ def parts(value: str) -> tuple[str, str | None]:
 def split(text: str) -> tuple[str, str | None]:
     """Split a value of ``--kv-compressor`` at its colon into name and rest (a budget, bits); the rest is None without a colon."""
     return WITH_MORE.fullmatch(text).group("name", "more")
+
+
+def required_folder(name: str) -> RequiredFolder | None:
+    """The folder that a method that drops tokens reads; None if it reads none."""
+    return DROPPING[name].reads
 
 
 def points(value: str) -> bool:
@@ -176,15 +164,15 @@ def needs_verifications(value: str) -> bool:
 
 def per_step_methods() -> tuple[str, ...]:
     """Names of methods that select tokens per step. The selection flags apply to them."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].every)
+    return tuple(name for name in dropping() if DROPPING[name].every)
 
 
-def _dropping_of(value: str) -> type[Compressor] | None:
+def _dropping_of(value: str) -> DroppingMethod | None:
     try:
         drops, _ = parse(value)
     except OptionError:
         return None
-    return None if drops is None else COMPRESSORS[drops]
+    return None if drops is None else DROPPING[drops]
 
 
 def code_bits(packs: str, bits: int | None) -> int:
@@ -204,14 +192,11 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 def allowed_bits(packs: str) -> tuple[int, ...]:
     """Allowed bits of a quantizer's codes, the default first."""
-    _load()
-    return QUANTIZERS[packs].bits
+    return PACKING[packs].bits
 
 
 def partition_size(packs: str, partition: int | None) -> int | None:
-    """Numbers that share a scale in a quantizer's blocks. ``partition`` is the requested size, None for the default.
-
-    Returns None if the quantizer's partitions are fixed.
+    """Numbers that share a scale in a quantizer's blocks, None if they are fixed. ``partition`` is the requested size, None for the default.
 
     Raises:
         OptionError: The size is not allowed. The message has the value and the allowed ones.
@@ -226,13 +211,12 @@ def partition_size(packs: str, partition: int | None) -> int | None:
 
 def allowed_partitions(packs: str) -> tuple[int, ...]:
     """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
-    _load()
-    return QUANTIZERS[packs].partitions
+    return PACKING[packs].partitions
 
 
 def partitioned() -> tuple[str, ...]:
     """Names of quantizers whose partition size can be chosen."""
-    return tuple(name for name in packing() if QUANTIZERS[name].partitions)
+    return tuple(name for name in packing() if PACKING[name].partitions)
 
 
 def create(name: str) -> Compressor:
@@ -241,7 +225,7 @@ def create(name: str) -> Compressor:
     Raises:
         ValueError: No compressor has this name.
     """
-    if name not in dropping():
+    if name not in DROPPING:
         raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
     return COMPRESSORS[name]()
 
@@ -252,10 +236,10 @@ def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
     Raises:
         ValueError: No quantizer has this name.
     """
-    if name not in packing():
+    if name not in PACKING:
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}
-    return QUANTIZERS[name].quantizer_class(bits=bits, **sizes)
+    return QUANTIZERS[name](bits=bits, **sizes)
 
 
 def method(value: str, bits: int | None = None, partition: int | None = None) -> MethodSpec:

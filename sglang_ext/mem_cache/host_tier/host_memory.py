@@ -5,7 +5,7 @@ group's limits apply to all groups inside it. So all groups up to the root are c
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,24 +19,14 @@ NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Memory that is available.
-
-    Attributes:
-        available: Bytes.
-        limit: The limiting factor, in words.
-    """
+    """``available`` bytes of memory, and the limiting factor in words."""
 
     available: int
     limit: str
 
     @classmethod
     def find(cls, mounts: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> "AvailableMemory":
-        """Return the minimum over the machine and the control groups of this process.
-
-        Args:
-            mounts: Where control groups are mounted.
-            own: The file that names this process's groups.
-        """
+        """The minimum over the machine and the control groups of this process, mounted at ``mounts`` and named in the file ``own``."""
         of_machine = cls(psutil.virtual_memory().available, "all that this machine has left")
         return min([of_machine, *_of_groups(mounts, own)], key=lambda found: found.available)
 
@@ -74,42 +64,25 @@ def _of_groups(mounts: Path, own: Path) -> Iterator[AvailableMemory]:
         if number == "0":
             # With groups of version 1, those of version 2 are mounted one folder deeper.
             for root in (mounts, mounts / "unified"):
-                yield from _on_the_way(root, path, _second_version)
+                yield from _on_the_way(root, path, ("memory.max", "memory.high"), "memory.current", "")
         elif "memory" in controllers.split(","):
-            yield from _on_the_way(mounts / "memory", path, _first_version)
+            # Usage includes the groups inside it. So do the counters with the prefix "total".
+            yield from _on_the_way(mounts / "memory", path, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
-def _on_the_way(root: Path, path: str, read: Callable[[Path], AvailableMemory | None]) -> Iterator[AvailableMemory]:
+def _on_the_way(root: Path, path: str, limits: tuple[str, ...], usage: str, counters: str) -> Iterator[AvailableMemory]:
     """Walk from a group to ``root``. In a container ``path`` may be relative to the outside. Then only the root exists."""
     folder = root / path.lstrip("/")
     while True:
-        found = read(folder)
-        if found is not None:
-            yield found
+        found = {name: limit for name in limits if (limit := _number(folder / name)) is not None and limit < NO_LIMIT}
+        used = _number(folder / usage)
+        if found and used is not None:
+            name = min(found, key=found.__getitem__)
+            left = found[name] - used + min(used, _file_cache(folder / "memory.stat", counters))
+            yield AvailableMemory(max(0, left), f"{found[name] / 1e9:.1f} GB by {folder / name}")
         if folder == root or root not in folder.parents:
             return
         folder = folder.parent
-
-
-def _second_version(folder: Path) -> AvailableMemory | None:
-    limits = {name: limit for name in ("memory.max", "memory.high") if (limit := _number(folder / name)) is not None}
-    used = _number(folder / "memory.current")
-    if not limits or used is None:
-        return None
-    name = min(limits, key=limits.__getitem__)
-    return _left(folder / name, limits[name], used, _file_cache(folder / "memory.stat", ""))
-
-
-def _first_version(folder: Path) -> AvailableMemory | None:
-    limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
-    if limit is None or used is None or limit >= NO_LIMIT:
-        return None
-    # Usage includes the groups inside it. So do the counters with the prefix "total".
-    return _left(folder / "memory.limit_in_bytes", limit, used, _file_cache(folder / "memory.stat", "total_"))
-
-
-def _left(file: Path, limit: int, used: int, reclaimable: int) -> AvailableMemory:
-    return AvailableMemory(max(0, limit - used + min(used, reclaimable)), f"{limit / 1e9:.1f} GB by {file}")
 
 
 def _number(file: Path) -> int | None:

@@ -1,30 +1,126 @@
-"""Host memory for full KV, pinned if a GPU copies to and from it."""
+"""Host memory for full KV, pinned if a GPU copies to and from it, and the allocator of its pages."""
 
 import logging
 import mmap
 import weakref
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier import host_memory
-from sglang_ext.mem_cache.host_tier.checksums import as_words
-from sglang_ext.mem_cache.host_tier.host_pages import HostPages
 
 logger = logging.getLogger(__name__)
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
+    """View rows of ``buffer``, [slots, kv_heads, head_dim], as integers of at most ``widest`` bytes that divide a row: [slots, words]."""
+    row = buffer[0].numel() * buffer.element_size()
+    size = next(size for size in _WORDS if size <= widest and row % size == 0)
+    # A view from its own dtype may not exist at this width. A view from bytes always does.
+    return buffer.flatten(1).view(torch.uint8).view(_WORDS[size])
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """``count`` consecutive pages from page ``first`` on, which has index ``place`` in a list of pages."""
+
+    place: int
+    first: int
+    count: int
+
+
+def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
+    """Return the maximal runs of ``pages`` (int64 [pages], on the host), in the list's order."""
+    if not len(pages):
+        return ()
+    breaks = (pages.diff() != 1).nonzero().flatten() + 1
+    ends = [0, *breaks.tolist(), len(pages)]
+    return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
+
+
+class HostPageError(ValueError):
+    """Pages that a transfer or an owner must not name."""
+
+
+class HostPages:
+    """Allocates ``count`` pages by number, in as few runs as possible."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.free_pages = count
+        # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
+        self._owned, self._filled = np.zeros(count, bool), np.zeros(count, bool)
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
+
+        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs. Raises
+        :class:`HostPageError` if ``count`` is below 1.
+        """
+        if count < 1:
+            raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
+        if count > self.free_pages:
+            return None
+        bounds = np.flatnonzero(np.diff(self._owned, prepend=True, append=True)).reshape(-1, 2)
+        free = sorted((range(*run) for run in bounds.tolist()), key=len)
+        taken, missing = [], count
+        while missing:
+            run = free.pop(min(bisect_left(free, missing, key=len), len(free) - 1))[:missing]
+            taken.append(torch.arange(run.start, run.stop))
+            missing -= len(run)
+        pages = torch.cat(taken)
+        self._owned[pages.numpy()] = True
+        self._filled[pages.numpy()] = False
+        self.free_pages -= count
+        return pages
+
+    def free(self, pages: torch.Tensor) -> None:
+        """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
+
+        Raises :class:`HostPageError` and frees nothing if some are not owned, or are named twice.
+        """
+        self.check_owned(pages)
+        ordered = pages.sort().values
+        twice = ordered[1:][ordered.diff() == 0]
+        if len(twice):
+            raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
+        self._owned[pages.numpy()] = False
+        self.free_pages += len(pages)
+
+    def check_owned(self, pages: torch.Tensor) -> None:
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) do not exist or are free."""
+        foreign = pages[(pages < 0) | (pages >= self.count)]
+        if len(foreign):
+            raise HostPageError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
+        unowned = pages.numpy()[~self._owned[pages.numpy()]]
+        if len(unowned):
+            raise HostPageError(f"host pages {unowned.tolist()[:8]} are free; allocate pages before using them, free them once")
+
+    def fill(self, pages: torch.Tensor) -> None:
+        """Record that ``pages`` (int64 [pages], on the host, owned) are stored to."""
+        self._filled[pages.numpy()] = True
+
+    def check_filled(self, pages: torch.Tensor) -> None:
+        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) were not stored to since they were allocated."""
+        empty = pages.numpy()[~self._filled[pages.numpy()]]
+        if len(empty):
+            raise HostPageError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")
 
 
 @dataclass(frozen=True)
 class HostPool:
     """Pages of host memory, in one of two orders.
 
-    - Layer-first: a run of pages of one layer is one block of memory.
-
-    - Page-first, for pages that may be stored as residuals (residuals.py): each page has a frame.
+    Layer-first, a run of pages of one layer is one block of memory. Page-first, each page has a frame and may be stored as a residual
+    (page_copies.py).
 
     Attributes:
         kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].
@@ -40,17 +136,10 @@ class HostPool:
 
     @classmethod
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
-        """Create a pool with as many pages as fit in ``size`` bytes.
+        """Create a pool for layers of the device's pool, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
 
-        Args:
-            buffers: The layers of the device's pool, all of one shape and dtype.
-            page_size: Tokens per page.
-            size: Bytes of host memory.
-            frames: Whether the order is page-first.
-
-        Raises:
-            OptionError: No page fits, or the host has too little memory.
-            ValueError: The layers' buffers differ, or are not contiguous.
+        The order is page-first with ``frames``. Raises :class:`OptionError` if no page fits or the host has too little memory, ValueError
+        if the layers' buffers differ or are not contiguous.
         """
         check_alike(buffers)
         count = size // (buffers.bytes_per_slot * page_size)
@@ -105,11 +194,7 @@ class HostPool:
 
 
 def check_alike(buffers: KVBuffers) -> None:
-    """Raise unless all layers have one layout, as the pool and the kernels require.
-
-    Raises:
-        ValueError: Names the layout that differs.
-    """
+    """Raise ``ValueError`` unless all layers have one layout, as the pool and the kernels require."""
     key = buffers.keys[0]
     for buffer in (*buffers.keys, *buffers.values):
         if buffer.shape != key.shape or buffer.dtype != key.dtype or not buffer.is_contiguous():
@@ -120,11 +205,8 @@ def check_alike(buffers: KVBuffers) -> None:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Allocate ``size`` bytes of pinned memory.
-
-    PyTorch's own pinned memory has sizes of powers of two, which could double it. The memory is excluded from forks, which would move its
-    pages away from the device. Large pages, written by all cores, reduce the allocation time to a tenth.
-    """
+    """Allocate ``size`` bytes of pinned memory. PyTorch's own has sizes of powers of two, which could double it."""
+    # Excluded from forks, which would move its pages away from the device. Large pages, written by all cores, take a tenth of the time.
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # kernels without huge pages

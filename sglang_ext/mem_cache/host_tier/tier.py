@@ -8,19 +8,70 @@ two streams, so that stores, loads and forwards run in parallel. On a CPU a thre
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
-from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
-from sglang_ext.mem_cache.host_tier.copy_streams import CopyStream, LastTransfers, DoubleBuffer
-from sglang_ext.mem_cache.host_tier.pieces import LayerCopies, runs
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
-from sglang_ext.mem_cache.host_tier.frame_copies import FrameCopies
-from sglang_ext.mem_cache.host_tier.transfers import DeferredLaunches, LaunchedTransfer, Transfer
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool, as_words, check_alike, runs
+from sglang_ext.mem_cache.host_tier.page_copies import FrameCopies, LayerCopies, PageBlocks, ResidualPages
+from sglang_ext.mem_cache.host_tier.transfers import (
+    CopyStream, DeferredLaunches, DoubleBuffer, LastTransfers, LaunchedTransfer, Transfer, TransferError, TransferTracker,
+)  # fmt: skip
+
+# At most 32 bits: in a 64-bit sum, even the highest bit of two words must not cancel out.
+SUMMED_WORD = 4
+# Index of the first token weight in the sequence of weights. No row has as many columns.
+FIRST_TOKEN = 1 << 32
+
+
+def odd_weights(first: int, count: int) -> torch.Tensor:
+    """Odd weights, int64 [count], by the mixing function of SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195, figure 14)."""
+    mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+@dataclass(frozen=True)
+class PageChecksums:
+    """Checksums of pages of device slots. All layers are contiguous, of one shape and dtype."""
+
+    buffers: KVBuffers
+    page_size: int
+
+    @cached_property
+    def column_weights(self) -> torch.Tensor:
+        """int64 [words of a row]."""
+        key = self.buffers.keys[0]
+        return odd_weights(0, as_words(key, SUMMED_WORD).shape[1]).to(key.device)
+
+    @cached_property
+    def token_weights(self) -> torch.Tensor:
+        """int64 [layers, 2, page_size]: weights for keys, then for values."""
+        shape = len(self.buffers.keys), 2, self.page_size
+        return odd_weights(FIRST_TOKEN, shape[0] * 2 * self.page_size).view(shape).to(self.buffers.keys[0].device)
+
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Checksums of the pages in ``slots``, int64 [pages * page_size]: int64 [pages], on the buffers' device."""
+        buffers = self.buffers
+        if buffers.on_gpu:
+            from sglang_ext.layers.kernels.kv_copies import page_checksum
+
+            words = as_words(buffers.keys[0], SUMMED_WORD)
+            tables = buffers.key_table, buffers.value_table
+            return page_checksum(*tables, words, slots, self.token_weights, self.column_weights)
+        sums = slots.new_zeros(len(slots) // self.page_size)
+        for layer, pair in enumerate(zip(buffers.keys, buffers.values)):
+            for weights, buffer in zip(self.token_weights[layer], pair):
+                words = as_words(buffer, SUMMED_WORD)[slots].long()
+                of_token = (words * self.column_weights).sum(1).view(-1, self.page_size)
+                sums += (of_token * weights).sum(1)
+        return sums
+
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. They are large enough that copying half of them takes
 # much longer than the launch. A stream holds about 1,000 launches before the host waits: several loads of a long context stay below.
@@ -41,13 +92,10 @@ class HostTier:
     transfers of the same pages are ordered.
 
     Args:
-        buffers: The layers of the device's pool. Contiguous, of one shape and dtype.
-        pool: The host pages.
         staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
         residuals: Layout of pages in a page-first pool. None for a layer-first pool.
 
-    Raises:
-        ValueError: The layers' buffers differ, or are not contiguous.
+    Raises ValueError if the layers' buffers differ, or are not contiguous.
     """
 
     def __init__(
@@ -69,7 +117,7 @@ class HostTier:
             self._copies = FrameCopies.of(pool, residuals, staging)
             if buffers.on_gpu:
                 residuals.compile_kernels()
-        copies, moves = (partial(CopyStream.beside, self._device, urgent=urgent) for urgent in (False, True))
+        copies, moves = (partial(CopyStream, self._device, urgent) for urgent in (False, True))
         self._stores = DoubleBuffer(self._copies.halves(), filler=moves(), emptier=copies())
         self._loads = DoubleBuffer(self._copies.halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastTransfers(pool.pages.count), LastTransfers(pool.pages.count)
@@ -87,34 +135,26 @@ class HostTier:
         self._forward = Mark.now(self._device)
 
     def defer_transfers(self) -> AbstractContextManager[None]:
-        """Launch the transfers requested inside this context at its end. A launch takes the host milliseconds.
+        """Launch the transfers requested inside this context at its end, because a launch takes the host milliseconds.
 
-        A transfer waits only for work enqueued on the current stream before the request. Waiting for a transfer inside the context
-        launches it and the earlier ones. On a CPU, a thread starts transfers at once.
+        They wait only for work enqueued on the current stream before the request. On a CPU, a thread starts transfers at once.
         """
         return self._deferral.until_end() if self._worker is None else nullcontext()
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy device slots to host pages.
+        """Copy device ``slots``, int64 [pages * page_size], to host ``pages``, int64 [pages] on the host, each once.
 
-        Args:
-            slots: int64 [pages * page_size], on the device, in the order of the pages' tokens.
-            pages: int64 [pages], on the host, allocated in the pool, each once.
-            blocks: Blocks with which pages are stored as residuals. None for a layer-first pool, or to store all pages whole. Their slots
-                must not change until the transfer is done.
-
-        Raises:
-            ValueError: Slots and pages do not match, or pages are not allocated.
+        Pages with ``blocks`` are stored as residuals. The slots of blocks must not change until the transfer is done. Raises ValueError if
+        slots and pages do not match, or pages are not allocated.
         """
         self._check(slots, pages)
         self.pool.pages.fill(pages)
         return self._begin(self._store, slots, pages, blocks)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy host pages to device slots. Arguments as in :meth:`store`, with the same blocks, if they still exist.
+        """Copy host pages to device slots, with the blocks of :meth:`store`, if they still exist.
 
-        Raises:
-            ValueError: As in :meth:`store`, or pages were not stored to since they were allocated.
+        Raises ValueError as :meth:`store`, or if pages were not stored to since they were allocated.
         """
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
@@ -130,7 +170,6 @@ class HostTier:
     def _begin(
         self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
     ) -> Transfer:
-        """Launch a transfer. On a CPU, submit it to the thread."""
         # The arguments may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
         after = Mark.now(self._device), self._forward
@@ -203,3 +242,56 @@ def _used(lane: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> N
     lane.uses(slots)
     if blocks is not None:
         lane.uses(blocks.slots)
+
+
+@dataclass
+class TransferBandwidth:
+    """Bandwidth of completed loads. Each load multiplies the weights of earlier ones by ``decay``. ``seconds`` is the sum of all."""
+
+    decay: float = 0.9
+    loads: int = 0
+    seconds: float = 0.0
+    _bytes: float = 0.0
+    _restored: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second. None until a transfer was counted."""
+        return self._bytes / self._seconds if self._seconds > 0 else None
+
+    @property
+    def restored(self) -> float | None:
+        """Bytes of full KV per second. More than are transferred if the host stores residuals. None until a transfer was counted."""
+        return self._restored / self._seconds if self._seconds > 0 else None
+
+    def add(self, size: int, seconds: float, restored: int | None = None) -> None:
+        """Count a load of ``size`` bytes. ``restored``: bytes of full KV that it produced, if different."""
+        self._bytes = self.decay * self._bytes + size
+        self._restored = self.decay * self._restored + (size if restored is None else restored)
+        self._seconds = self.decay * self._seconds + seconds
+        self.loads += 1
+        self.seconds += seconds
+
+    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
+        """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
+
+        The second of two loads counts, because the first waits for compilers. Slots may repeat. With more slots, the launches count less.
+        Raises :class:`TransferError` if the host has too few free pages, or the loaded KV differs from the stored KV.
+        """
+        pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
+        if pages is None:
+            raise TransferError(
+                f"{len(slots)} tokens do not fit in the {tier.pool.pages.free_pages} free pages of host memory; measure with "
+                "fewer slots, or raise --kv-host-gb"
+            )
+        try:
+            for transfer in (tier.store(slots, pages), tier.load(pages, slots), last := tier.load(pages, slots)):
+                arrivals.wait(transfer)
+        finally:
+            tier.pool.pages.free(pages)
+        seconds, failed, _ = arrivals.outcome(last)
+        if failed:
+            raise TransferError(f"host pages {failed[:8]} came back changed; the link or the memory is broken: do not serve from it")
+        self.add(last.size, seconds)
+        return self.bandwidth

@@ -1,4 +1,4 @@
-"""Transfers between device and host: launched at once or later, and done on all tensor-parallel ranks.
+"""Transfers between device and host: the streams of their copies, launches at once or later, and completion on all tensor-parallel ranks.
 
 Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as
 done when the ranks have told each other so, and pages that came back changed on one rank are dropped on all.
@@ -6,15 +6,117 @@ done when the ranks have told each other so, and pages that came back changed on
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
+from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
-from sglang_ext.tp_ranks import TPRanks
+
+
+class CopyStream:
+    """A stream in addition to the current one. The kernels of an urgent one are scheduled before waiting kernels of forwards.
+
+    On a CPU there is no stream, and work runs in the calling thread.
+    """
+
+    def __init__(self, device: torch.device, urgent: bool) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
+
+    def running(self) -> AbstractContextManager:
+        """Context in which work is launched in this stream, and allocations belong to it."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> Mark:
+        """Return a mark after the work launched in this stream so far."""
+        with self.running():
+            return Mark.now(self.device)
+
+    def after(self, mark: Mark | None) -> None:
+        """Make work launched from now on wait for a mark of another stream."""
+        if self.stream is not None and mark is not None:
+            self.stream.wait_event(mark.event)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of another stream's tensor from being reused before this stream has finished with it."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+class DoubleBuffer:
+    """Two buffers, ``halves`` [2, rows, words], that alternate between a stream that fills them and a stream that empties them."""
+
+    def __init__(self, halves: torch.Tensor, filler: CopyStream, emptier: CopyStream) -> None:
+        self.filler, self.emptier = filler, emptier
+        self._halves = halves
+        self._emptied: list[Mark | None] = [None, None]
+        self._turn = 0
+        made = Mark.now(halves.device)
+        for lane in (filler, emptier):
+            lane.after(made)
+            lane.uses(halves)
+
+    @property
+    def size(self) -> int:
+        """Bytes of both buffers."""
+        return self._halves.numel() * self._halves.element_size()
+
+    def after(self, *marks: Mark | None) -> None:
+        """Make both streams wait for the marks."""
+        for mark in marks:
+            self.filler.after(mark)
+            self.emptier.after(mark)
+
+    def move(self, fill: Callable[[torch.Tensor], None], empty: Callable[[torch.Tensor], None]) -> None:
+        """Launch ``fill`` and then ``empty`` on the next buffer, [rows, words]."""
+        half = self._halves[self._turn]
+        self.filler.after(self._emptied[self._turn])
+        with self.filler.running():
+            fill(half)
+        self.hand_over()
+        with self.emptier.running():
+            empty(half)
+        self._emptied[self._turn] = self.emptier.mark()
+        self._turn = 1 - self._turn
+
+    def hand_over(self) -> None:
+        """Make the emptying stream wait for the work of the filling stream so far."""
+        self.emptier.after(self.filler.mark())
+
+
+class LastTransfers:
+    """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began.
+
+    ``running`` has the marks at the end of transfers that may not have ended, by number.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.running: dict[int, Mark] = {}
+        self._number, self._count = np.zeros(pages, np.int64), 0
+
+    def note(self, pages: torch.Tensor, end: Mark) -> None:
+        """Record a transfer of ``pages``, int64 on the host, that ends at ``end``."""
+        # Also here: nothing calls end() for stores while nothing is loaded.
+        self._forget_ended()
+        self._count += 1
+        self._number[pages.numpy()] = self._count
+        self.running[self._count] = end
+
+    def end(self, pages: torch.Tensor) -> Mark | None:
+        """The mark at the end of the last transfer of any of ``pages``. None if all have ended."""
+        self._forget_ended()
+        return self.running.get(int(self._number[pages.numpy()].max()))
+
+    def _forget_ended(self) -> None:
+        for number in list(self.running):
+            if not self.running[number].reached:
+                break
+            del self.running[number]
 
 
 class TransferError(RuntimeError):
@@ -22,13 +124,7 @@ class TransferError(RuntimeError):
 
 
 class TransferOutcome(NamedTuple):
-    """Result of a transfer.
-
-    Attributes:
-        seconds: Duration, without waiting for earlier work.
-        failed: Host pages whose loaded KV differs from the stored KV. Empty for a store.
-        size: Bytes copied between device and host.
-    """
+    """Seconds of a transfer without waiting for earlier work, host pages whose loaded KV differs from the stored KV, and bytes copied."""
 
     seconds: float
     failed: list[int]
@@ -37,12 +133,9 @@ class TransferOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedTransfer:
-    """A transfer in progress.
+    """A transfer in progress, from ``start`` to ``end``, of ``size`` bytes.
 
-    Attributes:
-        start, end: Marks before and after its copies.
-        wrong: For a load, bool [pages] on the host, valid from ``end`` on: the checksum differs from the store's. None for a store.
-        size: Bytes copied between device and host.
+    ``wrong``, bool [pages] on the host, is valid from ``end`` on: the checksum differs from the store's. None for a store.
     """
 
     start: Mark
@@ -53,9 +146,7 @@ class LaunchedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A transfer between device slots and host pages.
-
-    If it failed with an error, the next call raises the error.
+    """A transfer between device slots and host pages. If it failed with an error, the next call raises the error.
 
     Attributes:
         size: Bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
@@ -85,11 +176,7 @@ class Transfer:
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Its result. A store compares no checksums.
-
-        Raises:
-            TransferError: It is not done.
-        """
+        """Its result. Raises :class:`TransferError` if it is not done. A store compares no checksums."""
         if not self.done:
             raise TransferError(f"a transfer of {self.size} bytes is still in progress; ask once it is done")
         launched = self._launched.result()
@@ -102,14 +189,10 @@ class PendingLaunch(Future[LaunchedTransfer]):
 
     def __init__(self, launch: Callable[[], LaunchedTransfer], run_all: Callable[[], None]) -> None:
         super().__init__()
-        self._launch, self._run_all = launch, run_all
-
-    def run(self) -> None:
-        """Run the launch."""
-        self.set_result(self._launch())
+        self.launch, self._run_all = launch, run_all
 
     def result(self, timeout: float | None = None) -> LaunchedTransfer:
-        """Return the launched transfer."""
+        """Return the launched transfer. Runs the launch first if necessary."""
         if not self.done():
             self._run_all()
         return super().result(timeout)
@@ -142,16 +225,13 @@ class DeferredLaunches:
 
     def _run_all(self) -> None:
         while self._waiting:
-            self._waiting.pop(0).run()
+            pending = self._waiting.pop(0)
+            pending.set_result(pending.launch())
 
 
 @dataclass
 class TransferTracker:
-    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order.
-
-    Attributes:
-        ranks: The ranks that must agree.
-    """
+    """The completed transfers of one rank. All ranks ask for the same transfers, in the same order."""
 
     ranks: TPRanks = TPRanks()
     _known: "WeakKeyDictionary[Transfer, TransferOutcome]" = field(default_factory=WeakKeyDictionary)
@@ -180,11 +260,7 @@ class TransferTracker:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> TransferOutcome:
-        """Its result: the longest time and the most bytes of all ranks, and the pages that came back changed on any rank.
-
-        Raises:
-            TransferError: It is not known to be done.
-        """
+        """The longest time, the pages that came back changed on any rank, and the most bytes. Raises :class:`TransferError` if not done."""
         if not self.done(transfer):
             raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]

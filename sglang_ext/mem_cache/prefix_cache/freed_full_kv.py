@@ -1,20 +1,43 @@
-"""Interface of full KV that mode lossy frees while its request runs, because other KV replaces it: the methods that the hooks call."""
+"""Running requests without full KV: the interface of mode lossy, which frees full KV that other KV replaces, and recomputing of lost KV.
+
+Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if KV from another server does not
+arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
+their output. Requests whose KV another server sends are recomputed by that server, also if their slots are needed before.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode
+from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-    from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
-    from sglang_ext.mem_cache.prefix_cache.recompute import RecomputeSource
-    from sglang_ext.mem_cache.prefix_cache.segments import Segment
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+    from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
+
+
+class RecomputeSource(Protocol):
+    """The rest of a request's full KV, which another server sends."""
+
+    def prefill_again(self, req: "Req") -> None:
+        """Let the other server recompute a request that has freed its slots."""
+
+
+class EarlyRequests(Protocol):
+    """Requests that receive a part of their full KV from another server."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether the rest will not arrive."""
+
+    def recompute_source(self, row: int) -> RecomputeSource | None:
+        """The source of the rest of a request's KV. None if all of it has arrived."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +47,16 @@ class SlotDemand:
     Attributes:
         compressed_slots: Slots for its compressed KV, or for the next refresh of it, while its full KV still exists.
         own_slots_freed: Slots of its own full KV that are freed after that.
-        path_slots_freed: For nodes on its path, the slots whose full KV it no longer needs after that. They are freed when no request that
-            locks the node needs them.
+        path_slots_freed: Slots of nodes on its path that it no longer needs after that. Freed when no request that locks the node does.
         growth: Slots that the remaining output needs.
         new_segments: Segments of the tree that its compressed KV will include and that have no users yet, so that they count as evictable.
     """
 
     compressed_slots: int = 0
     own_slots_freed: int = 0
-    path_slots_freed: "Mapping[TieredNode, int]" = field(default_factory=dict)
+    path_slots_freed: Mapping[TieredNode, int] = field(default_factory=dict)
     growth: float = 0
-    new_segments: "tuple[Segment, ...]" = ()
+    new_segments: tuple[Segment, ...] = ()
 
 
 @dataclass
@@ -42,12 +64,13 @@ class FreedFullKV(ABC):
     """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there.
 
     Attributes:
-        tree: The prefix tree.
-        compressed_kv: The running requests' compressed KV.
+        nodes: The prefix tree.
+        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
     """
 
-    tree: "TieredRadixCache"
+    nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
+    prompts: "QuantizedPrompts | None" = field(default=None, kw_only=True)
     # For each row, positions of its own tokens whose slots were freed, or never existed.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
@@ -55,11 +78,6 @@ class FreedFullKV(ABC):
     def own_tokens(self) -> int:
         """Running requests' own tokens whose slots were freed, or never existed."""
         return sum(map(len, self._own.values()))
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """Tokens without full KV, which other KV replaces."""
 
     def own_start(self, row: int, protected: int) -> int:
         """The position where a row's own slots begin. Slots before it are the tree's, ``protected`` tokens, or were freed."""
@@ -71,79 +89,108 @@ class FreedFullKV(ABC):
         if covered <= begin:
             return
         slots = self.compressed_kv.token_table[row, begin:covered]
-        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
+        self.nodes.allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
         slots.zero_()
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
-
-    @abstractmethod
-    def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
 
     @abstractmethod
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
 
     @abstractmethod
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
+        """Pool slots that running or waiting requests will need in order of admission, in addition to their prompts' full KV.
 
-        Args:
-            more: Maximum number of tokens left to generate.
-            share: Expected share of ``more``.
+        Each comes with the maximum number of tokens left to generate. ``share`` of them is expected to be generated. Space that a request
+        takes outside the pool is not free for later ones.
         """
-
-    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
-        """Return :meth:`slot_demand` of each request, given with its maximum number of tokens left to generate, in order of admission.
-
-        Space that one request takes outside the pool is not available to later ones.
-        """
-        return [self.slot_demand(req, more, share) for req, more in requests]
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""
         self._own.pop(row, None)
+        if self.prompts is not None:
+            self.prompts.forget(row)
 
     def clear(self) -> None:
         """Remove all requests. The pool is being cleared."""
         self._own.clear()
+        if self.prompts is not None:
+            self.prompts.clear()
 
     def on_admitted(self, req: "Req") -> None:
-        """Hold what a waiting request attends to. It begins in the next forward."""
+        """Hold the quantized KV that a waiting request attends to. It begins in the next forward."""
+        if self.prompts is not None:
+            self.prompts.hold(req)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
-        return rest
+        return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
 
-    def reads_quantized(self, req: "Req | None", best: "TieredNode") -> bool:
-        """Whether a prompt reads the replacement of full KV on the path to ``best`` directly, so that it needs no slots for it."""
-        return False
+    def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
+        """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
+        return self.prompts is not None and self.prompts.reads_quantized(req, best)
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Prepare the next tokens of prompts (quantized_prompts.py).
-
-        Args:
-            prompts: For each, the request, the tokens that were in the tree when it arrived, and the tokens before the next ones.
-        """
+        """Prepare the next tokens of ``prompts``, each with the arguments of :meth:`QuantizedPrompts.begin`."""
 
     def block_slots(self, row: int) -> torch.Tensor | None:
-        """Slots of the blocks in the pool that a prompt attends to. None if there are none."""
-        return None
+        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if it attends to full KV."""
+        return None if self.prompts is None else self.prompts.codes(row)
 
     def can_insert(self, row: int) -> bool:
         """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""
         return True
 
     def is_lost(self, row: int) -> bool:
-        """Whether the replacement of a request's full KV is lost, so that the request must be recomputed."""
-        return False
+        """Whether a request lacks full KV and its replacement, so that it must be recomputed."""
+        return self.prompts is not None and self.prompts.is_lost(row)
 
-    def recompute_source(self, row: int) -> "RecomputeSource | None":
+    def recompute_source(self, row: int) -> RecomputeSource | None:
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
         return None
 
     def max_node_end(self, tokens: int) -> int:
-        """Of a context's first ``tokens`` tokens, those after which a tree node may end while the prompt is computed in chunks."""
+        """The last position, of a context's first ``tokens`` tokens, where chunks of prompts and partial matches may end a tree node."""
         return tokens
 
     def write_restored(self) -> None:
         """Write full KV that the next forward reads and that must be restored from its replacement."""
+
+
+def lost_requests(batch) -> list[int]:
+    """Positions in a running batch of the requests to recompute: their full KV is lost, or they need compressed KV and have none."""
+    tree = batch.tree_cache
+    providers = [each for each in (tree.residency, tree.early, tree.freed_full_kv) if each is not None]
+    return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in providers)]
+
+
+def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, list]:
+    """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough.
+
+    Returns the retracted requests, SGLang's new estimate of the new token ratio, and the requests to abort.
+    """
+    providers = [each for each in (batch.tree_cache.early, batch.tree_cache.freed_full_kv) if each is not None]
+    sent = {req.rid: each.recompute_source(req.req_pool_idx) for req in batch.reqs for each in providers}
+    retracted, ratio, aborted = _retract(original, batch, server_args)
+    again = [req for req in retracted if sent.get(req.rid) is not None]
+    for req in again:
+        # SGLang saved its KV on the CPU to resume with it.
+        del req.kv_cache_cpu
+        sent[req.rid].prefill_again(req)
+    return [req for req in retracted if req not in again], ratio, aborted
+
+
+def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]:
+    lost = lost_requests(batch)
+    if not lost:
+        return original(batch, server_args)
+    rest = [i for i in range(len(batch.reqs)) if i not in lost]
+    retracted = [batch.reqs[i] for i in lost]
+    for i in lost:
+        batch.release_req(i, len(rest), server_args)
+    batch.tree_cache.recomputed += len(lost)
+    batch.filter_batch(keep_indices=rest)
+    if not batch.reqs or batch.check_decode_mem():
+        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
+    more, ratio, aborted = original(batch, server_args)
+    return [*retracted, *more], ratio, aborted

@@ -1,18 +1,107 @@
-"""Stores full KV of the prefix tree on the host, and frees its device slots."""
+"""Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
+
+A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV. A page on the host is stored
+as its residual and its anchor (host_tier/page_copies.py). While the segment with which it was stored is on the device, a load transfers only
+the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
+"""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks
-from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, Transfer
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, PageSegments, distinct_segments
+from sglang_ext.core import TPRanks
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
+from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
+from sglang_ext.mem_cache.host_tier.transfers import Transfer, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, below
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, distinct_segments
+
+
+@dataclass(frozen=True)
+class Anchoring:
+    """How segments of one method are anchors of host pages.
+
+    Attributes:
+        method: Name of the method, whose segments keep all tokens in packed blocks.
+        page_size: Tokens per page, a multiple of a block's.
+        packing: Layout of the blocks. Its sinks are whole pages that no segment covers.
+    """
+
+    method: str
+    page_size: int
+    packing: Packing
+
+    def _first(self, node: TieredNode) -> int:
+        """The first page of a node that may have an anchor."""
+        return max(0, self.packing.sinks - node.start) // self.page_size
+
+    def missing(self, node: TieredNode) -> bool:
+        """Whether a node has pages that could have an anchor on the device and have none."""
+        pages = len(node.key) // self.page_size
+        return None in node.anchors[self._first(node) :] if node.anchors else pages > self._first(node)
+
+    def find(self, node: TieredNode, below: Iterable[TieredNode]) -> PageSegments:
+        """Return the segments that cover pages of ``node``. They are attached to it, or to nodes ``below`` it."""
+        first = self._first(node)
+        found: list[Segment | None] = [None] * (len(node.key) // self.page_size)
+        for each in chain([node], below):
+            for segment in each.segments:
+                if segment.method == self.method and segment.packed and segment.start < node.end:
+                    begin, end = ((at - node.start) // self.page_size for at in (segment.start, segment.end))
+                    for page in range(max(first, begin), min(len(found), end)):
+                        found[page] = found[page] or segment
+            if None not in found[first:]:
+                break
+        return tuple(found) if any(found) else ()
+
+    def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
+        """Return the blocks of each page of ``nodes``, one node after another. None if there are no blocks."""
+        of_pages = [node.anchors or (None,) * (len(node.key) // self.page_size) for node in nodes]
+        segments = distinct_segments(tuple(chain.from_iterable(of_pages)))
+        if not segments:
+            return None
+        parts = []
+        for node, anchors in zip(nodes, of_pages):
+            position = node.start
+            for segment, pages in groupby(anchors):
+                count = len(list(pages))
+                parts.append(self._of_pages(segment, position, count, segments[0].slots))
+                position += count * self.page_size
+        return PageBlocks(torch.cat(parts), torch.tensor([segment is not None for anchors in of_pages for segment in anchors]))
+
+    def _of_pages(self, segment: Segment | None, position: int, pages: int, like: torch.Tensor) -> torch.Tensor:
+        page_slots = self.packing.packed_slots(self.page_size)
+        if segment is None:
+            return like.new_full((pages, page_slots), -1)
+        first = (position - segment.start) // self.page_size * page_slots
+        return segment.slots[first : first + pages * page_slots].view(pages, page_slots)
+
+
+@dataclass
+class FaultInjector:
+    """Simulates host memory that loses bits, for tests: flips a bit of the first page before every ``every``-th load.
+
+    Attributes:
+        every: Loads per injected fault.
+        loads: Loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
+    """
+
+    every: int
+    loads: int = 0
+
+    @torch.inference_mode()
+    def flip_bit(self, pool: HostPool, pages: torch.Tensor) -> None:
+        """Count a load of ``pages`` that is about to begin. Their stores must be complete."""
+        self.loads += 1
+        if self.loads % self.every == 0:
+            pool.flip(int(pages[0]))
 
 
 class HostStore:
@@ -21,18 +110,20 @@ class HostStore:
     All calls come from the thread that owns the tree. The trees of all ranks make the same calls.
 
     Args:
-        nodes: The tree.
-        tier: The host tier. Its page size equals the tree's.
         priority: Priority of a node. Nodes with the lowest priority are dropped first.
-        ranks: The ranks that must agree on which transfers are done.
+        allocate_slots: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
         anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
+        faults: Fault injection for tests. None otherwise.
+        on_load_start, on_load_done: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
 
     Attributes:
-        stored_bytes: Bytes of full KV stored to the host so far.
         arrivals: Tracks which transfers are done.
+        link: Measured bandwidth of loads.
+        stored_bytes: Bytes of full KV stored to the host so far.
+        loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
+        failed_pages: Host pages dropped so far because their KV came back changed.
 
-    Raises:
-        ValueError: The tier's page size differs from the tree's.
+    Raises ValueError if the tier's page size differs from the tree's.
     """
 
     def __init__(
@@ -40,16 +131,23 @@ class HostStore:
         nodes: PrefixTree,
         tier: HostTier,
         priority: Callable[[TieredNode], Any],
+        allocate_slots: Callable[[int], torch.Tensor | None],
         ranks: TPRanks = TPRanks(),
         anchoring: Anchoring | None = None,
+        faults: FaultInjector | None = None,
+        on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
+        on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
     ) -> None:
         if tier.pool.page_size != nodes.page_size:
             raise ValueError(
                 f"host pages of {tier.pool.page_size} tokens for a prefix tree of {nodes.page_size}: pass --page-size "
                 f"{tier.pool.page_size}, so that nodes are whole host pages"
             )
-        self.nodes, self.tier, self._priority, self.anchoring = nodes, tier, priority, anchoring
-        self.arrivals, self.stored_bytes = TransferTracker(ranks), 0
+        self.nodes, self.tier, self.anchoring, self.faults = nodes, tier, anchoring, faults
+        self._priority, self._allocate_slots = priority, allocate_slots
+        self._on_load_start, self._on_load_done = on_load_start, on_load_done
+        self.arrivals, self.link = TransferTracker(ranks), TransferBandwidth()
+        self.stored_bytes = self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
         # Number of segments that the tree had ever had when anchors of the node were last searched.
         self._looked: WeakKeyDictionary[TieredNode, int] = WeakKeyDictionary()
 
@@ -60,14 +158,9 @@ class HostStore:
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` on the host. Its device slots stay.
+        """Store the KV of ``node`` on the host, if it is not there yet, and return the transfer that stores it. Its device slots stay.
 
-        Returns:
-            The transfer. If the node is on the host already, the transfer that stored it. None if the host is full even after it dropped
-            unneeded nodes, least recently used first.
-
-        Raises:
-            ValueError: The node's KV is not on the device.
+        Returns None if the host is full even after it dropped unneeded nodes. Raises ValueError if the node's KV is not on the device.
         """
         if node.host_value is not None:
             return node.store
@@ -88,7 +181,7 @@ class HostStore:
 
     def _store(self, node: TieredNode, pages: torch.Tensor, anchors: PageSegments) -> None:
         self.nodes.set_host(node, pages, self.tier.pool.pages, anchors)
-        node.store = self.tier.store(node.value, pages, self.blocks([node]))
+        node.store = self.tier.store(node.value, pages, self._blocks([node]))
         for segment in distinct_segments(anchors):
             segment.stored = node.store
         self.stored_bytes += node.store.size
@@ -99,17 +192,14 @@ class HostStore:
         self._looked[node] = self.nodes.segments.added
         return self.anchoring.find(node, below(node))
 
-    def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
+    def _blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
         """The blocks with which the host pages of ``nodes`` were stored, where they still exist."""
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def drop_device(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` if its store to the host is complete, even while requests lock it.
+        """Free the device slots of ``node`` if it :meth:`is_stored`, even while requests lock it. Return the number of freed slots.
 
         The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.
-
-        Returns:
-            Slots that were freed. 0 if there are none, or if the store is missing or not complete.
         """
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
@@ -130,3 +220,99 @@ class HostStore:
             if node.parent in self.nodes.host_leaves:
                 heapq.heappush(heap, (self._priority(node.parent), node.parent.id, node.parent))
         return pages.allocate(count)
+
+    def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
+        """Copy the host's KV of ``nodes``, which are on one path, to device slots that the tree then owns, evicting if necessary.
+
+        The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
+        them. Returns None and loads nothing if there are too few device slots. Raises ValueError if a node is not on the host, or has
+        device slots.
+        """
+        for node in nodes:
+            if node.host_value is None:
+                raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the host; back them up before")
+            if node.value is not None:
+                raise ValueError(f"tokens [{node.start}, {node.end}) of a path have device slots; load back those without")
+        deepest, lengths = max(nodes, key=lambda node: node.end), [len(node.key) for node in nodes]
+        self.nodes.lock(deepest)
+        slots = self._allocate_slots(sum(lengths))
+        self.nodes.unlock(deepest)
+        if slots is None:
+            return None
+        load = self._load(nodes, slots)
+        for node, part in zip(nodes, slots.split(lengths)):
+            node.load = load
+            self.nodes.loading[node] = None
+            self.nodes.set_value(node, part)
+        return load
+
+    def _load(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
+        pages = torch.cat([node.host_value for node in nodes])
+        if self.faults is not None:
+            for node in nodes:
+                node.store.synchronize()
+            self.faults.flip_bit(self.tier.pool, pages)
+        self._on_load_start(slots)
+        load = self.tier.load(pages, slots, self._blocks(nodes))
+        for segment in distinct_segments(tuple(chain.from_iterable(node.anchors for node in nodes))):
+            segment.loaded = load
+        return load
+
+    def finish(self, load: Transfer) -> int:
+        """Wait for a load, and process it as :meth:`collect_loads` does."""
+        self.arrivals.wait(load)
+        return self._complete(load)
+
+    def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
+        """Process the completed loads. Their nodes are then on the device, except those whose KV came back changed.
+
+        Unlocked nodes with changed pages are dropped. Locked ones stay without KV (:attr:`TieredNode.is_void`) until their requests end or
+        provide it again. No match reaches the nodes below them. Requests whose paths contain them must be recomputed.
+
+        Returns the number of dropped host pages. Checks ``stores`` for completion too.
+        """
+        loads = list(dict.fromkeys(node.load for node in self.nodes.loading))
+        self.arrivals.update([*loads, *stores])
+        return sum(self._complete(load) for load in loads if self.arrivals.done(load))
+
+    def _complete(self, load: Transfer) -> int:
+        seconds, failed, size = self.arrivals.outcome(load)
+        self.loaded_bytes += size
+        self.restored_bytes += load.size
+        self.failed_pages += len(failed)
+        self.link.add(size, seconds, load.size)
+        if failed:
+            wrong = torch.tensor(failed)
+            for node in list(self.nodes):
+                if node.host_value is not None and len(places := torch.isin(node.host_value, wrong).nonzero()):
+                    self._lose(node, int(places[0]))
+        loaded = [node for node in self.nodes.loading if node.load is load]
+        for node in loaded:
+            node.load = None
+            del self.nodes.loading[node]
+        if loaded:
+            self._on_load_done(torch.cat([node.value for node in loaded]))
+        return len(failed)
+
+    def _lose(self, node: TieredNode, page: int) -> None:
+        """Drop a node's KV on the host from its ``page`` on, and what depends on it."""
+        if page:
+            self.nodes.split(node, page * self.nodes.page_size)
+        self._strip(node)
+        if node.is_void:
+            self._lose_with_below(node)
+
+    def _lose_with_below(self, node: TieredNode) -> None:
+        """Drop an unlocked node. Drop the KV of a locked one on the host, and treat the nodes below it alike."""
+        if node.lock_ref == 0:
+            self.nodes.drop(node)
+            return
+        self._strip(node)
+        for child in list(node.children.values()):
+            self._lose_with_below(child)
+
+    def _strip(self, node: TieredNode) -> None:
+        """Drop a node's KV on the host, and the device slots of an unfinished load from it."""
+        if node.load is not None:
+            self.nodes.free_value(node)
+        self.nodes.free_host(node)

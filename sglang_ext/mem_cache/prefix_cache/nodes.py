@@ -1,20 +1,21 @@
-"""The prefix tree and its nodes, whose KV is on the device, on the host, or both: ownership, locks and eviction sets."""
+"""The prefix tree and its nodes, whose KV is on the device, on the host, or both: ownership, locks, and eviction from the device."""
 
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.utils import split_node_hash_value
 
-from sglang_ext.mem_cache.host_tier.host_pages import HostPages
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
-from sglang_ext.mem_cache.prefix_cache.anchors import PageSegments, anchor
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering_segments
+from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, Segments, set_anchors
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.host_tier.host_pool import HostPages
+    from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 
 class TieredNode(TreeNode):
@@ -24,12 +25,12 @@ class TieredNode(TreeNode):
     Each is None if the KV is not there. Only the tree writes the fields.
 
     Attributes:
-        start: Tokens before it on its path. 0 for the root.
+        start: Tokens before it on its path.
         host_pages: The allocator of the pages in ``host_value``.
         segments: Compressed chunks that end in it.
         store: The transfer that writes ``host_value``. It may be in progress.
         load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
-        anchors: For each page on the host, the segment with which a load transfers fewer bytes (anchors.py).
+        anchors: For each page on the host, the segment with which a load transfers fewer bytes (host_store.py).
         replacing_segments: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
         dropped: Whether it was removed from the tree.
     """
@@ -40,10 +41,10 @@ class TieredNode(TreeNode):
     def __init__(self, start: int, priority: int = 0) -> None:
         super().__init__(priority=priority)
         self.start = start
-        self.host_pages: HostPages | None = None
+        self.host_pages: "HostPages | None" = None
         self.segments: list[Segment] = []
-        self.store: Transfer | None = None
-        self.load: Transfer | None = None
+        self.store: "Transfer | None" = None
+        self.load: "Transfer | None" = None
         self.anchors: PageSegments = ()
         self.replacing_segments: tuple[Segment, ...] = ()
         self.dropped = False
@@ -93,11 +94,10 @@ class TieredNode(TreeNode):
         if self.value is not None:
             upper.value, self.value = self.value[:tokens].clone(), self.value[tokens:].clone()
         if self.host_value is not None:
-            pages = tokens // page_size
+            pages, anchors = tokens // page_size, self.anchors
             upper.host_value, self.host_value = self.host_value[:pages].clone(), self.host_value[pages:].clone()
-            anchors = self.anchors
-            anchor(upper, anchors[:pages])
-            anchor(self, anchors[pages:])
+            set_anchors(upper, anchors[:pages])
+            set_anchors(self, anchors[pages:])
         upper.store, upper.load, upper.host_pages = self.store, self.load, self.host_pages
         self.start += tokens
         for segment in [segment for segment in self.segments if segment.end <= self.start]:
@@ -105,14 +105,22 @@ class TieredNode(TreeNode):
             upper.segments.append(segment)
             segment.node = upper
 
+    def await_transfers(self) -> None:
+        """Make the current stream wait for transfers that read or write its device slots."""
+        for transfer in (self.store, self.load):
+            if transfer is not None:
+                transfer.wait()
+
+    def free_pages(self) -> None:
+        """Free its host pages, if it has any."""
+        if self.host_value is not None:
+            set_anchors(self, ())
+            self.host_pages.free(self.host_value)
+            self.host_value = self.host_pages = self.store = None
+
 
 class SharedPrefix(NamedTuple):
-    """The beginning of a context that earlier contexts share.
-
-    Attributes:
-        node: The node of the prefix tree in which the path ends, locked.
-        tokens: Tokens of the shared beginning.
-    """
+    """The beginning of a context that earlier contexts share: ``tokens`` tokens, on the path to a locked ``node``."""
 
     node: TieredNode
     tokens: int
@@ -136,22 +144,12 @@ def below(node: TieredNode) -> Iterator[TieredNode]:
         stack.extend(child.children.values())
 
 
-def concat_slots(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Concatenate ``parts``. If there are none, return an empty tensor like ``like``."""
-    return torch.cat(parts) if parts else like.new_empty(0)
-
-
 class PrefixTree:
     """A radix tree whose nodes own device slots, host pages and segments, in any subset.
 
     An unlocked node has its KV on the device or on the host. All nodes below it are unlocked too, and can be dropped with it. A locked
-    node may lose both (:attr:`TieredNode.is_void`). It stays until it is unlocked, or until a request provides its KV again.
-
-    Args:
-        allocator: SGLang's allocator of device slots.
-        page_size: Tokens per page. Keys are whole pages.
-        segments: The compressed chunks attached to the nodes.
-        removed: Called with a node that is removed from the tree, while its parent is still set.
+    node may lose both (:attr:`TieredNode.is_void`). It stays until it is unlocked, or until a request provides its KV again. Keys are
+    whole pages. ``removed`` is called with a node that is removed from the tree, while its parent is still set.
 
     Attributes:
         root: Counts as on the device and on the host, and is always locked, as in SGLang.
@@ -165,13 +163,9 @@ class PrefixTree:
     """
 
     def __init__(
-        self,
-        allocator: BaseTokenToKVPoolAllocator,
-        page_size: int,
-        segments: Segments,
-        removed: Callable[[TieredNode], None] = lambda node: None,
+        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, segments: Segments, removed: Callable[[TieredNode], None]
     ) -> None:
-        self._allocator, self.page_size, self.segments, self._removed = allocator, page_size, segments, removed
+        self.allocator, self.page_size, self.segments, self._removed = allocator, page_size, segments, removed
         self.changed = False
         self._begin()
 
@@ -193,15 +187,16 @@ class PrefixTree:
     def clear(self) -> None:
         """Remove all nodes and segments, after their transfers. Frees host pages, but not device slots: SGLang clears its pool."""
         for node in self:
-            _await_transfers(node)
-            _free_pages(node)
+            node.await_transfers()
+            node.free_pages()
         self.segments.clear()
         self._begin()
 
-    def walk(self, key: RadixKey) -> list[TieredNode]:
+    def walk(self, key: RadixKey, split_at: Callable[[int], int] = lambda tokens: tokens) -> list[TieredNode]:
         """Return the nodes of the longest path that is a prefix of ``key``, in whole pages. The last node is split where the key diverges.
 
-        A node without full KV is split where its segments can be split, which may be earlier (:meth:`_part`).
+        ``split_at`` returns the position at which a node is split, given that of the divergence. A node without full KV is split where its
+        segments can be split, which may be earlier.
         """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
@@ -212,6 +207,8 @@ class PrefixTree:
                 break
             matched = child.key.match(key, page_size=self.page_size)
             whole = matched == len(child.key)
+            if not whole and (matched := split_at(child.start + matched) - child.start) <= 0:
+                break
             parts = [child] if whole else self._part(child, matched)
             for part in parts:
                 part.last_access_time = now
@@ -275,32 +272,27 @@ class PrefixTree:
         """Free a node's device slots, after the transfers that read or write them. Return the number of freed slots."""
         if node.value is None:
             return 0
-        _await_transfers(node)
+        node.await_transfers()
         slots, node.value, node.load = node.value, None, None
         self.loading.pop(node, None)
-        self._allocator.free_segment(slots, start_pos=0)
+        self.allocator.free_segment(slots, start_pos=0)
         self._count(node, -len(slots))
         self.update_eviction_sets(node, node.parent)
         return len(slots)
 
-    def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
+    def set_host(self, node: TieredNode, pages: torch.Tensor, of: "HostPages", anchors: PageSegments = ()) -> None:
         """Let a node own host ``pages``, int64 [pages of the node], stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
-        anchor(node, anchors)
+        set_anchors(node, anchors)
         self.update_eviction_sets(node)
 
     def free_host(self, node: TieredNode) -> None:
         """Free a node's host pages, if it has any."""
-        if node.host_value is not None:
-            _free_pages(node)
-            self.update_eviction_sets(node)
+        node.free_pages()
+        self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
-        """Remove an unlocked node and all nodes below it from the tree, with what they own. Does nothing if it was dropped already.
-
-        Returns:
-            Device slots that were freed.
-        """
+        """Remove an unlocked node and all nodes below it, with their KV, unless dropped already. Return the number of freed slots."""
         if node.dropped:
             return 0
         freed = 0
@@ -316,54 +308,70 @@ class PrefixTree:
         self.update_eviction_sets(node.parent)
         return freed
 
+    def free_segment(self, segment: Segment) -> int:
+        """Free a segment, and drop its node if nothing else is left. A locked node stays until it is recomputed or unlocked."""
+        node = segment.node
+        freed = self.segments.free(segment)
+        if node is None or node.dropped:
+            return freed
+        if node.is_void and node.lock_ref == 0:
+            return freed + self.drop(node)
+        self.update_eviction_sets(node, node.parent)
+        return freed
+
     def lock(self, node: TieredNode) -> int:
         """Lock the path to ``node`` against eviction. Return the change of the evictable slots, at most 0, as SGLang counts it."""
-        delta = 0
+        before = self.evictable
         while node is not self.root:
             if node.lock_ref == 0:
                 self.evictable -= node.device_tokens
                 self.protected += node.device_tokens
-                delta -= node.device_tokens
             node.lock_ref += 1
             self.update_eviction_sets(node)
             node = node.parent
-        return delta
+        return self.evictable - before
 
     def unlock(self, node: TieredNode) -> int:
         """Undo one :meth:`lock`, and drop unlocked nodes whose KV is lost. Return the change of the evictable slots, at least 0."""
-        delta, lost = 0, []
+        before, lost = self.evictable, []
         while node is not self.root:
             node.lock_ref -= 1
             if node.lock_ref == 0:
                 self.evictable += node.device_tokens
                 self.protected -= node.device_tokens
-                delta += node.device_tokens
                 lost += [node] if node.is_void else []
             self.update_eviction_sets(node)
             node = node.parent
+        delta = self.evictable - before
         for node in lost:
             self.drop(node)
         return delta
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
-        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots.
+        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots. It may be evicted until it has users.
 
-        A segment without users may be evicted from now on.
-
-        Raises:
-            ValueError: It is not on the path, is attached already, or is not whole pages.
+        Raises ValueError if ``node`` was dropped, and as :meth:`Segments.add`.
         """
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
         self.segments.add(segment, path(node))
         self.update_eviction_sets(segment.node)
 
-    def segments_to(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
-        """Return consecutive segments of ``method`` that cover the path to ``node`` from token ``start`` on.
+    def segments_to(self, last: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
+        """Return consecutive segments of ``method`` on the path to ``last``, from token ``start`` on, that end at or before ``length``.
 
-        No segment ends after ``length``. Of segments that begin at one position, the one that ends last is used.
+        Of segments that begin at one position, the one that ends last is used.
         """
-        return covering_segments(path(node), length, method, start)
+        farthest: dict[int, Segment] = {}
+        for node in path(last):
+            for segment in node.segments:
+                best = farthest.get(segment.start)
+                if segment.method == method and segment.end <= length and (best is None or segment.end > best.end):
+                    farthest[segment.start] = segment
+        found: list[Segment] = []
+        while (segment := farthest.get(found[-1].end if found else start)) is not None:
+            found.append(segment)
+        return found
 
     def _count(self, node: TieredNode, tokens: int) -> None:
         if node.lock_ref:
@@ -375,23 +383,6 @@ class PrefixTree:
         """Update the sets of evictable nodes after ``nodes`` changed."""
         self.changed = True
         for node in nodes:
-            self._sort(node, node.is_device_leaf, self.leaves)
-            self._sort(node, node.is_host_leaf, self.host_leaves)
-            self._sort(node, node.is_quantized_only, self.quantized_only)
-
-    def _sort(self, node: TieredNode, among: bool, nodes: set[TieredNode]) -> None:
-        (nodes.add if among else nodes.discard)(node)
-
-
-def _await_transfers(node: TieredNode) -> None:
-    """Make the current stream wait for transfers that read or write a node's device slots."""
-    for transfer in (node.store, node.load):
-        if transfer is not None:
-            transfer.wait()
-
-
-def _free_pages(node: TieredNode) -> None:
-    if node.host_value is not None:
-        anchor(node, ())
-        node.host_pages.free(node.host_value)
-        node.host_value = node.host_pages = node.store = None
+            belongs = node.is_device_leaf, node.is_host_leaf, node.is_quantized_only
+            for belongs_there, among in zip(belongs, (self.leaves, self.host_leaves, self.quantized_only)):
+                (among.add if belongs_there else among.discard)(node)

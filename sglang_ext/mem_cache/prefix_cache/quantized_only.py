@@ -6,10 +6,9 @@ compression method packs all tokens, the prefix tree owns the packed blocks as s
 tokens, the newest tokens and a partial block exact, and these stay as full KV. A request's generated tokens stay until its compressed KV
 packs them, together with the last prompt tokens of the same block.
 
-A prompt that begins with quantized-only nodes gets slots for them, and the tokens are dequantized into these slots before the next forward.
-This uses SGLang's path for full KV on the host (``TieredRadixCache.init_load_back``). Once the prompt has compressed KV that reads the same
-segments, the slots are freed again. Tokens computed after such a prefix attended to quantized KV, as all decoding in this mode does. With
-prompts that attend to quantized KV anyway, full KV is freed while they are computed, and never restored (quantized_prompts.py).
+A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
+tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
+again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (quantized_prompts.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +17,13 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_ext.core import CompressedKV
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
-from sglang_ext.mem_cache.prefix_cache.recompute import RecomputeSource
 from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
-from sglang_ext.mem_cache.prefix_cache.segments import SegmentBlocks, Segment
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -38,31 +35,15 @@ if TYPE_CHECKING:
 REFRESH_RESERVE_TOKENS = 12
 
 
-@dataclass(frozen=True)
-class PendingRestore:
-    """Full KV to restore from packed blocks before the next forward.
-
-    Attributes:
-        blocks: int64, slots of the packed blocks. They do not change until then.
-        first: Index, among their tokens, of the first one to restore.
-        targets: int64 [tokens], slots to write.
-    """
-
-    blocks: torch.Tensor
-    first: int
-    targets: torch.Tensor
-
-
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
     """The full KV that one scheduler process has freed. Its prefix tree has no host tier.
 
     Attributes:
         packing: Layout of blocks in slots.
-        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
-        recomputes: Whether this process can recompute all retracted requests, because it computed them. If not, requests registered with
-            :meth:`set_recompute_source` are recomputed by another server, and the others keep their full KV.
-        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
+        method_of: Returns the method that compresses a request. None if it stays on full KV.
+        recomputes: Whether this process can recompute all retracted requests. If not, another server recomputes those with a
+            :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
     """
@@ -70,17 +51,17 @@ class QuantizedOnlyKV(FreedFullKV):
     packing: Packing
     method_of: "Callable[[Req], CompressionMethod | None]"
     recomputes: bool = True
-    prompts: QuantizedPrompts | None = None
     holders: CompressedRequests = field(default_factory=CompressedRequests)
     restored_tokens: int = 0
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
-    _pending: list[PendingRestore] = field(default_factory=list)
+    # Full KV to restore before the next forward: slots of packed blocks, the first of their tokens, and slots to write.
+    _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.segments.blocks = SegmentBlocks(self.packing.block_tokens, self.packing.block_slots, self._on_segment_split)
+        self.nodes.segments.blocks = self.packing.block_tokens, self.packing.block_slots, self._on_segment_split
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.compressed_kv.on_segment_split(first, rest)
@@ -88,58 +69,42 @@ class QuantizedOnlyKV(FreedFullKV):
             self.prompts.on_segment_split(first, rest)
 
     def free_full_kv(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that compressed KV holds. Called at the start of a round.
+        """Free full KV that compressed KV holds, at the start of a round.
 
-        Args:
-            running: Requests with compressed KV, by row: the last node of their path, whose tokens the tree owns, and the number of tokens
-                that the compressed KV covers.
+        ``running`` has the requests with compressed KV by row: the last node of the path, and the number of tokens covered.
         """
         self._decoding = dict(running)
         if self.prompts is not None:
             self.prompts.decode(running)
         self._update()
         for row in running:
-            if (holder := self.holders.get(row)) is not None:
+            if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
-    def on_admitted(self, req: "Req") -> None:
-        """See :meth:`FreedFullKV.on_admitted`."""
-        if self.prompts is not None:
-            self.prompts.hold(req)
-
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Start computing tokens of prompts. If prompts attend to quantized KV, free the full KV of the previous tokens.
-
-        Args:
-            prompts: See :meth:`QuantizedPrompts.begin`.
-        """
+        """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens if prompts attend to quantized KV."""
         if self.prompts is not None:
             for req, matched, known in prompts:
                 self.prompts.begin(req, matched, known)
             self._update()
-
-    def block_slots(self, row: int) -> torch.Tensor | None:
-        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if there are none."""
-        return None if self.prompts is None else self.prompts.codes(row)
-
-    def is_lost(self, row: int) -> bool:
-        """Whether a request lacks full KV and has no compressed KV, so that it must be recomputed."""
-        return self.prompts is not None and self.prompts.is_lost(row)
 
     def _update(self) -> None:
         """Free the tree's full KV of requests with compressed KV."""
         running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
         for row, where in whole.items():
-            if not self.tree.disable and self._shared.get(row) != where:
+            if self._shared.get(row) != where:
                 self._shared[row] = where
                 self._share_blocks(row, *where)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.replacing_segments or not node.children) and self._can_free(node, holders):
-                self._free_full_kv(node, holders)
+            if node.value is not None and (node.replacing_segments or not node.children) and _is_unused(node, holders):
+                self.nodes.free_value(node)
+                for holder in holders:
+                    # To SGLang's padding page.
+                    self.compressed_kv.token_table[holder.row, node.start : node.end] = 0
 
     def begin(self, row: int, tokens: int) -> None:
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
@@ -150,34 +115,26 @@ class QuantizedOnlyKV(FreedFullKV):
         self._recompute_sources[row] = sent
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
-        """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
+        """See :meth:`FreedFullKV.recompute_source`."""
         return self._recompute_sources.get(row) if row in self._own else None
 
-    def _recomputable(self, row: int) -> bool:
-        return self.recomputes or row in self._recompute_sources
-
     def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
-        """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments.
-
-        No data is moved: the draft row points to the same slots.
-        """
-        compressed, segments = self.compressed_kv.get(row), self.tree.segments
+        """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments."""
+        compressed, segments = self.compressed_kv.get(row), self.nodes.segments
         if compressed.own_packed:
             start, own = compressed.shared_len, Segment(compressed.shared_len, covered, compressed.own[compressed.sinks :])
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
-                packed = self.packing.packed_slots(tokens)
-                slots = compressed.detach_blocks(tokens, packed)
-                made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.compressed_kv.method(row).name)
-                compressed.segments.append(made)
-                self.tree.nodes.attach(node, made)
+                method = self.compressed_kv.method(row).name
+                made = compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method)
+                self.nodes.attach(node, made)
                 segments.use(made)
         for segment in [segment for segment in compressed.segments if segment.node is not None]:
             self._align_nodes(segment, node)
 
     def _align_nodes(self, segment: Segment, last: TieredNode) -> None:
         """Split nodes on the path to ``last`` at the ends of ``segment``, and split ``segment`` at the ends of nodes that it can tile."""
-        nodes, segments = self.tree.nodes, self.tree.segments
+        nodes, segments = self.nodes, self.nodes.segments
         for node in path(last):
             if node.end <= segment.start or node.value is None:
                 continue
@@ -192,89 +149,69 @@ class QuantizedOnlyKV(FreedFullKV):
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
-    def _can_free(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
-        """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
-        return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
-
-    def _free_full_kv(self, node: TieredNode, holders: list[CompressedRequest]) -> None:
-        self.tree.nodes.free_value(node)
-        for holder in holders:
-            # To SGLang's padding page.
-            self.compressed_kv.token_table[holder.row, node.start : node.end] = 0
-
     def full_kv_start(self, row: int, protected: int) -> int:
         """The first position from which a request's row points to its own full KV."""
-        return self.own_start(row, protected) if self.holders.get(row) is not None else 0
+        return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
         """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
-        if self.prompts is not None:
-            self.prompts.forget(row)
-        self._decoding.pop(row, None)
-        self._shared.pop(row, None)
-        self._recompute_sources.pop(row, None)
+        for kept in (self._decoding, self._shared, self._recompute_sources):
+            kept.pop(row, None)
 
     def clear(self) -> None:
         """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
-        if self.prompts is not None:
-            self.prompts.clear()
         for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
     def tokens(self) -> int:
         """Tokens with quantized-only KV, in the tree and in running requests."""
-        return sum(len(node.key) for node in self.tree.nodes.quantized_only) + self.own_tokens
+        return sum(len(node.key) for node in self.nodes.quantized_only) + self.own_tokens
 
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
-        """Allocate device slots for quantized-only nodes. :meth:`write_restored` fills them before the next forward.
+        """Allocate device slots for quantized-only ``nodes`` of a locked path. :meth:`write_restored` fills them before the next forward.
 
-        Args:
-            nodes: Nodes of one locked path.
-            allocate: Returns this many slots, int64, evicting if necessary. None if there are not enough.
-
-        Returns:
-            False if slots are missing, or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix. In both
-            cases nothing is changed.
+        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing,
+        or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix.
         """
         if self.prompts is not None:
             return False
-        segments = {segment: None for node in nodes for segment in node.replacing_segments}
+        segments, lengths = {segment: None for node in nodes for segment in node.replacing_segments}, [len(node.key) for node in nodes]
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
-            self.tree.segments.use(segment)
-        slots = allocate(sum(len(node.key) for node in nodes))
+            self.nodes.segments.use(segment)
+        slots = allocate(sum(lengths))
         for segment in segments:
-            self.tree.segments.release(segment)
+            self.nodes.segments.release(segment)
         if slots is None:
             return False
-        for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
-            self.tree.nodes.set_value(node, part)
+        for node, part in zip(nodes, slots.split(lengths)):
+            self.nodes.set_value(node, part)
             for segment in node.replacing_segments:
                 begin, end = max(node.start, segment.start), min(node.end, segment.end)
                 wanted = part[begin - node.start : end - node.start]
-                self._pending.append(PendingRestore(segment.slots[: segment.packed], begin - segment.start, wanted))
+                self._pending.append((segment.slots[: segment.packed], begin - segment.start, wanted))
         self.restored_tokens += len(slots)
         return True
 
     def write_restored(self) -> None:
         """Restore the requested full KV before the next forward, on its stream. Later owners of freed slots write after it."""
-        for each in self._pending:
-            self.packing.restore(self.compressed_kv.buffers, each.blocks, each.first, each.targets)
+        for restored in self._pending:
+            self.packing.restore(self.compressed_kv.buffers, *restored)
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
+        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         compressed = self.compressed_kv.get(row)
-        return compressed is not None and compressed.has_all_tokens and self._recomputable(row)
+        return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._recompute_sources)
 
     def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
-        size, page = self.packing.block_tokens, self.tree.page_size
+        size, page = self.packing.block_tokens, self.nodes.page_size
         blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
         if self.prompts is not None:
             # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
@@ -282,13 +219,11 @@ class QuantizedOnlyKV(FreedFullKV):
         begin = self.packing.sinks
         return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
 
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """Pool slots that a running or waiting request will need, in addition to its prompt's full KV.
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
+        """See :meth:`FreedFullKV.slot_demands`."""
+        return [self._demand(req, more, share) for req, more in requests]
 
-        Args:
-            more: Maximum number of tokens left to generate.
-            share: Expected share of ``more``.
-        """
+    def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
         if method is None or (compressed is None and tokens < method.shortest):
@@ -297,60 +232,51 @@ class QuantizedOnlyKV(FreedFullKV):
         if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
             return self._prompt_demand(req, method, compressed, tokens, more, share * more)
         left = compressed.refresh_after - (tokens - method.recent)
-        taken, growth = self._growth(method, tokens - compressed.covered, left, more, share * more)
+        exact = tokens - compressed.covered
+        own = tokens - max(compressed.covered, req.cache_protected_len)
+        taken, growth = self._growth(method, exact, own, left, more, share * more)
         compressed_slots = taken if left <= REFRESH_RESERVE_TOKENS else 0
-        path_slots_freed = self._freed_nodes(req, method.sinks, compressed.covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
+        covered = compressed.covered + _covered_later(method, exact, more)
+        path_slots_freed = self._freed_nodes(req, method.sinks, covered) if self.can_lack_full_kv(req.req_pool_idx) else {}
         return SlotDemand(compressed_slots, path_slots_freed=path_slots_freed, growth=growth - compressed_slots)
 
     def _prompt_demand(
         self, req: "Req", method: "CompressionMethod", compressed: CompressedKV | None, tokens: int, more: int, expected: float
     ) -> SlotDemand:
-        """As :meth:`slot_demand`, for a request whose ``tokens`` are compressed once they are computed.
-
-        Args:
-            compressed: Its compressed KV so far. None if it has none.
-        """
+        """As :meth:`_demand`, for a request whose ``tokens`` are compressed once they are computed."""
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
         segments = self._known_segments(req, method, covered) if compressed is None else []
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
         compressed_slots = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
         new_segments = tuple(segment for segment in segments if not segment.users)
-        _, growth = self._growth(method, tokens - covered, method.next_refresh(reach) - reach, more, expected)
+        # Other requests may share all of the prompt.
+        _, growth = self._growth(method, tokens - covered, 0, method.next_refresh(reach) - reach, more, expected)
         if not method.packs_all:
             return SlotDemand(compressed_slots, growth=growth, new_segments=new_segments)
-        own_slots_freed = max(0, covered - max(sinks, req.cache_protected_len))
+        covered = min(tokens, covered + _covered_later(method, tokens - covered, more))
+        own_slots_freed = max(0, covered - max(sinks, req.cache_protected_len) - self._kept_where_paths_diverge(req))
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
-    def _growth(self, method: "CompressionMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for the next refresh of compressed KV, while the full KV that it replaces still exists. And all slots that the remaining
-        output needs, including those.
+    def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
+        """Slots for the next refresh, while the full KV that it replaces still exists, and all slots that the remaining output needs.
 
-        Args:
-            exact: Tokens that the compressed KV does not cover yet.
-            left: Tokens until the next refresh.
-            more, expected: Maximum and expected number of tokens left to generate.
+        The compressed KV does not cover ``exact`` tokens yet. The request owns ``own`` of them, the tree the others. The next refresh is in
+        ``left`` tokens. ``more`` and ``expected`` are the maximum and expected number of tokens left to generate.
         """
         if not method.packs_all:
             return 0, expected
         # If the output ends before the refresh, nothing is packed.
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
-        return taken, max(method.share * expected, taken) + min(more, max(0, method.max_exact_tail - exact))
-
-    def peak_slots(self, req: "Req", rest: int) -> int:
-        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
-        return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
-
-    def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
-        return self.prompts is not None and self.prompts.reads_quantized(req, best)
+        packed = max(0, exact - method.recent) + expected
+        return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
 
     def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
         """Segments of the tree that the compressed KV of a waiting request will begin with."""
         matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
         if not matched:
             return []
-        return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
+        return self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
     def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
         """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""
@@ -358,8 +284,26 @@ class QuantizedOnlyKV(FreedFullKV):
         for node in path(req.last_node):
             if node.value is None:
                 continue
-            # No segment crosses the position where paths diverge.
-            parts = len(node.children) > (node is not req.last_node)
-            end = min(self.max_node_end(node.end) if parts else node.end, covered)
-            found[node] = max(0, end - max(node.start, sinks))
+            # A node before others keeps the tokens after its last segment.
+            end = node.end if node.replacing_segments or not node.children else self.max_node_end(node.end)
+            found[node] = max(0, min(end, covered) - max(node.start, sinks))
         return found
+
+    def _kept_where_paths_diverge(self, req: "Req") -> int:
+        """Tokens that a prompt still computes and whose full KV stays: those before it diverges from another path within a block."""
+        node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.nodes.page_size
+        key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key)
+        rest = key.page_aligned(page)[node.end :]
+        child = node.children.get(rest.child_key(page)) if len(rest) else None
+        end = node.end + (0 if child is None else child.key.match(rest, page_size=page))
+        return end - max(node.end, self.max_node_end(end))
+
+
+def _is_unused(node: TieredNode, holders: list[CompressedRequest]) -> bool:
+    """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
+    return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
+
+
+def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:
+    """Tokens, of ``exact`` ones and ``more`` generated ones, that compressed KV covers by the time that the request has most exact tokens."""
+    return max(0, exact + more - method.max_exact_tail)

@@ -1,11 +1,10 @@
-"""Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed: what they read, and when full KV is freed.
+"""Prompts that attend to quantized KV (``--kv-prefill quantized``), where full KV is freed.
 
 A token of such a prompt attends to the quantized KV of all whole blocks before its own (layers/attention/quantized_prefill.py). So nothing
-reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, which
-grows with each chunk, and quantized_only.py frees the full KV. The prompt reads a quantized-only prefix directly from the pool, and its row
-points to SGLang's padding page there. A request that decodes on full KV recomputes such a prefix. The compressed KV also packs the newest
-tokens, except a partial block. From a request's admission until it has compressed KV, its prefix segments are held for it, because
-eviction would free them.
+reads the full KV of a chunk after it was computed. When the next chunk begins, the request gets compressed KV of the previous one, except
+a partial block, and quantized_only.py frees the full KV. The prompt reads a quantized-only prefix directly from the pool, and its row
+points to SGLang's padding page there. A request that decodes on full KV recomputes such a prefix. From a request's admission until it has
+compressed KV, its prefix segments are held for it, because eviction would free them.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, SharedPrefix, TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
 @dataclass
@@ -30,14 +28,13 @@ class QuantizedPrompts:
     """The prompts of one scheduler process that attend to quantized KV.
 
     Attributes:
-        tree: The prefix tree.
-        compressed_kv: The requests' compressed KV.
+        nodes: The prefix tree.
         method_of: Returns the method that compresses a request. None if it decodes on full KV.
         chunk: Maximum number of prompt tokens per forward. None for no limit.
         computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
     """
 
-    tree: "TieredRadixCache"
+    nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
     method_of: "Callable[[Req], CompressionMethod | None]"
     chunk: int | None = None
@@ -62,16 +59,14 @@ class QuantizedPrompts:
         self._release(self._admitted.pop(req.rid, ()))
         segments = self._segments(req.last_node, self._packing_method(req) or self.compressed_kv.methods[0])
         for segment in segments:
-            self.tree.segments.use(segment)
+            self.nodes.segments.use(segment)
         self._admitted[req.rid] = segments
 
     def begin(self, req: "Req", matched: int, known: int) -> None:
-        """Prepare the next tokens of an admitted request's prompt.
+        """Prepare the next tokens of an admitted request's prompt. It has its row, and slots for the tokens.
 
-        Args:
-            req: The request. It has its row, and slots for the tokens.
-            matched: Prompt tokens that were in the tree when the request arrived.
-            known: Tokens before the next ones. The tree owns them, except a partial unit.
+        ``matched`` prompt tokens were in the tree when the request arrived. ``known`` tokens are before the next ones: the tree owns them,
+        except a partial unit.
         """
         row, method = req.req_pool_idx, self._packing_method(req)
         if req.rid in self._admitted:
@@ -144,8 +139,8 @@ class QuantizedPrompts:
         return method if method is not None and method.packs_all and tokens >= method.shortest else None
 
     def _segments(self, node: TieredNode, method: "CompressionMethod") -> list[Segment]:
-        return self.tree.nodes.segments_to(node, node.end, method.name, method.sinks)
+        return self.nodes.segments_to(node, node.end, method.name, method.sinks)
 
     def _release(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            self.tree.segments.release(segment)
+            self.nodes.segments.release(segment)

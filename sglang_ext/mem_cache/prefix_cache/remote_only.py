@@ -5,7 +5,7 @@ round the request's path in the prefix tree is unlocked. Its nodes remain as an 
 needed. The request's own slots are freed: the end of its prompt, and generated tokens in the round after its compressed KV covers them.
 
 If the rank's process ends, the request is lost. Steps in progress keep the rows of their compressed KV and the newest tokens. Before the
-next round the request is retracted and recomputed from its tokens (recompute.py).
+next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import path
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.remote_selector import FreeBlocks, RowSender
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
 
@@ -32,34 +32,31 @@ class RemoteOnlyKV(FreedFullKV):
         tail: Maximum number of tokens after the compressed KV. Their slots are freed a round after they were computed.
     """
 
-    ranks: "RowSender"
+    ranks: "AsyncSelector"
     method_of: "Callable[[Req], CompressionMethod | None]"
     tail: int
 
     def free_full_kv(self, requests: "Sequence[Req]") -> None:
         """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
         for req in requests:
-            compressed = self.compressed_kv.get(req.req_pool_idx)
-            if compressed is None or not req.cache_protected_len <= compressed.covered <= self.ranks.num_held_tokens(req.req_pool_idx):
+            row, protected = req.req_pool_idx, req.cache_protected_len
+            compressed = self.compressed_kv.get(row)
+            if compressed is None or not protected <= compressed.covered <= self.ranks.num_held_tokens(row):
                 continue
-            if self.own_start(req.req_pool_idx, 0) >= compressed.covered:
+            if self.own_start(row, 0) >= compressed.covered:
                 continue
-            self.ranks.on_slots_freed(req.req_pool_idx, is_remote_only=True)
-            if req.req_pool_idx not in self._own:
-                self._unlock_path(req)
-            self._free_own_slots(req.req_pool_idx, req.cache_protected_len, compressed.covered)
-
-    def _unlock_path(self, req: "Req") -> None:
-        """Unlock a request's path. Others may take its slots, so its row must no longer point to them."""
-        row, protected = req.req_pool_idx, req.cache_protected_len
-        if not self.tree.disable and req.last_node is not None:
-            self.tree.dec_lock_ref(req.last_node)
-            req.last_node = self.tree.root_node
-        self.compressed_kv.token_table[row, :protected] = 0
-        self._own[row] = range(protected, protected)
+            self.ranks.on_slots_freed(row, is_remote_only=True)
+            if row not in self._own:
+                # Others may take the slots of its path, so its row must no longer point to them.
+                if req.last_node is not None:
+                    self.nodes.unlock(req.last_node)
+                    req.last_node = self.nodes.root
+                self.compressed_kv.token_table[row, :protected] = 0
+                self._own[row] = range(protected, protected)
+            self._free_own_slots(row, protected, compressed.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
+        """The first position from which a request's row points to its own full KV."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
@@ -76,14 +73,10 @@ class RemoteOnlyKV(FreedFullKV):
 
     @property
     def tokens(self) -> int:
-        """See :attr:`FreedFullKV.tokens`. Includes prompts that are in the prefix tree."""
+        """Tokens of running requests without full KV in their rows. Includes prompts that are in the prefix tree."""
         return sum(own.stop for own in self._own.values())
 
-    def slot_demand(self, req: "Req", more: int, share: float = 1.0) -> SlotDemand:
-        """See :meth:`FreedFullKV.slot_demand`. All free blocks of the ranks are available to the request."""
-        return self._demand(req, more, share, self.ranks.free_blocks())
-
-    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[SlotDemand]:
+    def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
         """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
         return [self._demand(req, more, share, free) for req, more in requests]
@@ -93,10 +86,9 @@ class RemoteOnlyKV(FreedFullKV):
         compressed = None if row is None else self.compressed_kv.get(row)
         if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
-        expected = int(share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
-        growth = method.num_kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
+        growth = method.num_kept(method.covered(tokens + int(share * more))) - kept + min(more, self.tail)
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)

@@ -1,14 +1,16 @@
-"""Compressed chunks of contexts, shared by all requests whose paths contain them."""
+"""Compressed KV: that of one request, and segments, chunks of it that all requests whose paths contain them share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+    from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 
 @dataclass(eq=False)
@@ -18,69 +20,136 @@ class Segment:
     Attributes:
         start, end: Positions from the root, in whole pages.
         slots: int64, in SGLang's pool, whole pages. The tree owns them once the segment is attached.
-        users: Running requests that read it. The tree counts them.
-        node: The node that holds position ``end - 1``. The tree sets it. None before the segment is attached, and after that node was
-            dropped: requests may still read the segment.
+        users: Running requests that read it.
+        node: The node that holds position ``end - 1``. None before the segment is attached, and after that node was dropped: requests may
+            still read the segment.
         tokens: Tokens that it keeps.
         packed: Slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py). 0 if each slot holds a token.
         method: Name of the method that created it. Only compressed KV of this method may read it (compression_method.py).
-        anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (anchors.py), in the order in which they were stored.
-        stored, loaded: The last transfers that read its slots. None if there are none.
+        anchored_nodes: Nodes whose loads transfer fewer bytes while it exists (host_store.py), in the order in which they were stored.
+        stored, loaded: The last transfers that read its slots.
     """
 
     start: int
     end: int
     slots: torch.Tensor
     users: int = 0
-    node: TreeNode | None = None
+    node: "TreeNode | None" = None
     tokens: int = 0
     packed: int = 0
     method: str = ""
-    anchored_nodes: dict[TreeNode, None] = field(default_factory=dict)
-    stored: Transfer | None = None
-    loaded: Transfer | None = None
+    anchored_nodes: "dict[TreeNode, None]" = field(default_factory=dict)
+    stored: "Transfer | None" = None
+    loaded: "Transfer | None" = None
 
     @property
     def whole(self) -> bool:
         """Whether its blocks hold all tokens that it covers, so that full KV can be restored from them."""
         return bool(self.packed) and self.tokens == self.end - self.start
 
+    def __str__(self) -> str:
+        return f"the segment of tokens [{self.start}, {self.end}){self.method and f' of {self.method}'}"
 
-class SegmentBlocks(NamedTuple):
-    """Packed blocks at whose boundaries segments can be split.
+
+# For each page of a node, the segment with which it was stored on the host, if that still exists. () if none does.
+PageSegments = tuple[Segment | None, ...]
+
+
+@dataclass
+class CompressedKV:
+    """The compressed KV of a request. Attention reads it instead of the full KV of the first ``covered`` tokens.
 
     Attributes:
-        tokens, slots: Size of a block.
-        on_segment_split: Called with the new segment, which took the first blocks of another one, and with that other segment, which keeps
-            the rest. Readers of the second read both.
+        own: int64 [own slots], slots in SGLang's KV pool that only this request reads, in whole pages.
+        covered: Tokens of the full KV, from the start of the context, that the compressed KV replaces; whole pages.
+        segments: Parts that are shared with other requests; they follow the sinks. ``own`` holds the rest.
+        tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
+        method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
+        sinks: Slots at the beginning of ``own`` with the first tokens of the context, before the tokens in blocks.
+        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`CompressedKVCache` sets it.
+        own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
+        back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
+            overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
+        refresh_after: Context length at which it is refreshed, without the newest tokens. 0 if its size decides.
     """
 
-    tokens: int
-    slots: int
-    on_segment_split: Callable[[Segment, Segment], None]
+    own: torch.Tensor
+    covered: int
+    segments: list[Segment] = field(default_factory=list)
+    tail_end: int = 0
+    method: str = ""
+    sinks: int = 0
+    own_tokens: int = 0
+    own_packed: int = 0
+    back_slots: torch.Tensor | None = None
+    refresh_after: int = 0
+
+    def __post_init__(self) -> None:
+        self.tail_end = max(self.tail_end, self.covered)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Slots of the compressed KV in the draft row, blocks first: int64 [kept]. Without the slots that pad blocks to pages."""
+        sinks, own = self.own[: self.sinks], self.own[self.sinks :]
+        shared = [segment.slots[: segment.packed or None] for segment in self.segments]
+        return torch.cat([*shared, own[: self.own_packed or None], sinks])
+
+    @property
+    def owned_slots(self) -> torch.Tensor:
+        """All slots that the request owns, the back buffer last: int64."""
+        return self.own if self.back_slots is None else torch.cat([self.own, self.back_slots])
+
+    def swap_back_slots(self) -> None:
+        """Swap ``own`` with the back buffer, which holds the new selection."""
+        self.own, self.back_slots = self.back_slots, self.own
+
+    @property
+    def shared_len(self) -> int:
+        """Tokens of the full KV that the sinks and the segments replace."""
+        return self.segments[-1].end if self.segments else self.sinks
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether all covered tokens are kept, in blocks except for the sinks: the full KV could be restored from them."""
+        kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
+        return self.num_packed_slots > 0 and kept == self.covered
+
+    def detach_blocks(self, tokens: int, packed: int, end: int, method: str) -> Segment:
+        """Turn the first ``tokens`` own tokens, ``packed`` slots, into a segment that ends at token ``end``. The draft row does not change."""
+        last = len(self.own) if tokens == self.own_tokens else self.sinks + packed
+        slots, self.own = self.own[self.sinks : last].clone(), torch.cat([self.own[: self.sinks], self.own[last:]])
+        self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
+        segment = Segment(self.shared_len, end, slots, tokens=tokens, packed=packed, method=method)
+        self.segments.append(segment)
+        return segment
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the compressed KV in the draft row."""
+        own = self.own_packed + self.sinks if self.own_packed else len(self.own)
+        return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
+
+    @property
+    def num_packed_slots(self) -> int:
+        """Slots among them with packed blocks: all but the sinks, or none."""
+        return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
 class Segments:
     """All segments of one tree: their users, and the slots that could be freed.
 
-    Args:
-        allocator: SGLang's slot allocator, which receives freed slots.
-        page_size: Tokens per page.
-        forgotten: Called with a segment whose slots are freed.
-
     Attributes:
         held_tokens: Slots of segments in use.
         unused_tokens: Slots of the other segments, which may be evicted.
         added: Segments added so far.
-        blocks: Blocks of segments that replace full KV (quantized_only.py). None if none do.
+        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), and a function to call after a split. It
+            gets the new segment, which took the first blocks, and the old one. Readers of the old one then read both. None if none do.
     """
 
-    def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, forgotten: Callable[[Segment], None] = lambda segment: None
-    ) -> None:
-        self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
+    def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:
+        self._allocator, self._page_size = allocator, page_size
         self.added = 0
-        self.blocks: SegmentBlocks | None = None
+        self.blocks: tuple[int, int, Callable[[Segment, Segment], None]] | None = None
         # In the order of attachment: all ranks must evict the same segments.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
@@ -96,13 +165,19 @@ class Segments:
         """Segments that no running request reads."""
         return [segment for segment in self._all if not segment.users]
 
-    def add(self, segment: Segment, nodes: Iterable[TreeNode]) -> None:
+    def add(self, segment: Segment, nodes: "Iterable[TreeNode]") -> None:
         """Attach ``segment`` to the one of ``nodes``, a path from the root, that holds its last position.
 
-        Raises:
-            ValueError: It is not on the path, is attached already, or is not whole pages.
+        Raises ValueError if it is not on the path, is attached already, or is not whole pages.
         """
-        self._check(segment)
+        if segment in self._all:
+            raise ValueError(f"{segment} is attached already; attach each segment once")
+        whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
+        if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
+            raise ValueError(
+                f"{segment} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
+                f"pages of {self._page_size} tokens, in whole pages of slots"
+            )
         owner = next((node for node in nodes if node.start < segment.end <= node.end), None)
         if owner is None:
             raise ValueError(
@@ -117,37 +192,26 @@ class Segments:
         self._count(segment, len(segment.slots))
 
     def use(self, segment: Segment) -> None:
-        """Count a running request that reads ``segment``. The segment stays until it is released.
-
-        Raises:
-            ValueError: The tree no longer has it.
-        """
-        self._check_known(segment)
-        self._count(segment, -len(segment.slots))
-        segment.users += 1
-        self._count(segment, len(segment.slots))
+        """Count a running request that reads ``segment``, until it is released. Raises ValueError if the tree no longer has it."""
+        self._change_users(segment, 1)
 
     def release(self, segment: Segment) -> None:
-        """Count a running request that no longer reads ``segment``.
-
-        Raises:
-            ValueError: No request reads it.
-        """
-        self._check_known(segment)
-        if not segment.users:
-            raise ValueError(f"{_named(segment)} is released more often than it was used; release it once for each use")
-        self._count(segment, -len(segment.slots))
-        segment.users -= 1
-        self._count(segment, len(segment.slots))
+        """Count a running request that no longer reads ``segment``. Raises ValueError if no request reads it."""
+        self._change_users(segment, -1)
         if segment.node is None:
             self.free(segment)
 
-    def free(self, segment: Segment) -> int:
-        """Free the slots of ``segment``. While requests read it, only detach it from its node.
+    def _change_users(self, segment: Segment, change: int) -> None:
+        if segment not in self._all:
+            raise ValueError(f"{segment} is not in the tree; use those that segments_to names now")
+        if segment.users + change < 0:
+            raise ValueError(f"{segment} is released more often than it was used; release it once for each use")
+        self._count(segment, -len(segment.slots))
+        segment.users += change
+        self._count(segment, len(segment.slots))
 
-        Returns:
-            Slots that were freed.
-        """
+    def free(self, segment: Segment) -> int:
+        """Free the slots of ``segment``. While requests read it, only detach it from its node. Return the number of freed slots."""
         if segment not in self._all:
             return 0
         if segment.node is not None:
@@ -161,19 +225,18 @@ class Segments:
         for transfer in (segment.stored, segment.loaded):
             if transfer is not None:
                 transfer.wait()
-        self._forgotten(segment)
+        # Later loads of pages stored with it transfer the anchor too.
+        for node in list(segment.anchored_nodes):
+            set_anchors(node, tuple(None if each is segment else each for each in node.anchors))
         self._allocator.free(segment.slots)
         return len(segment.slots)
 
-    def update_codes(self, node: TreeNode) -> None:
+    def update_codes(self, node: "TreeNode") -> None:
         """Update which of a node's segments replace its full KV, after they changed."""
         node.replacing_segments = () if self.blocks is None else tiling(node)
 
     def boundary(self, segment: Segment, position: int) -> int:
-        """Return the last position up to ``position`` where the segment can be split: a block boundary, in whole pages.
-
-        ``position`` is in ``segment`` or at its end. Returns the segment's start if there is no boundary.
-        """
+        """The last position up to ``position`` where ``segment`` can be split: a block boundary, in whole pages. Its start if none."""
         if position >= segment.end:
             return segment.end
         tokens, slots, _ = self.blocks
@@ -182,12 +245,11 @@ class Segments:
             count -= 1
         return segment.start + count * tokens
 
-    def part(self, segment: Segment, position: int, owner: TreeNode) -> None:
+    def part(self, segment: Segment, position: int, owner: "TreeNode") -> None:
         """Move the blocks of ``segment`` before ``position``, a boundary inside it, to a new segment attached to ``owner``.
 
         No data is moved. Readers of ``segment`` then read both, one after the other.
         """
-        self._check_known(segment)
         tokens, slots, on_segment_split = self.blocks
         count = (position - segment.start) // tokens
         first = Segment(
@@ -212,22 +274,8 @@ class Segments:
         else:
             self.unused_tokens += tokens
 
-    def _check_known(self, segment: Segment) -> None:
-        if segment not in self._all:
-            raise ValueError(f"{_named(segment)} is not in the tree; use those that segments_to names now")
 
-    def _check(self, segment: Segment) -> None:
-        if segment in self._all:
-            raise ValueError(f"{_named(segment)} is attached already; attach each segment once")
-        whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
-        if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
-            raise ValueError(
-                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment covers whole "
-                f"pages of {self._page_size} tokens, in whole pages of slots"
-            )
-
-
-def tiling(node: TreeNode) -> tuple[Segment, ...]:
+def tiling(node: "TreeNode") -> tuple[Segment, ...]:
     """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not."""
     found: list[Segment] = []
     begin = node.end
@@ -240,29 +288,22 @@ def tiling(node: TreeNode) -> tuple[Segment, ...]:
     return tuple(found[::-1])
 
 
-def covering_segments(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
-    """Return consecutive segments of ``method`` on a path, from position ``start`` on, that end at or before ``length``.
-
-    Of segments that begin at one position it takes the one that ends last. It stops at the first position where none begins.
-    """
-    farthest: dict[int, Segment] = {}
-    for node in nodes:
-        for segment in node.segments:
-            best = farthest.get(segment.start)
-            if segment.method == method and segment.end <= length and (best is None or segment.end > best.end):
-                farthest[segment.start] = segment
-    found: list[Segment] = []
-    while (segment := farthest.get(found[-1].end if found else start)) is not None:
-        found.append(segment)
-    return found
+def set_anchors(node: "TreeNode", anchors: PageSegments) -> None:
+    """Set the anchors of a node's pages on the host, replacing the previous ones."""
+    for segment in distinct_segments(node.anchors):
+        del segment.anchored_nodes[node]
+    node.anchors = anchors if any(anchors) else ()
+    for segment in distinct_segments(anchors):
+        segment.anchored_nodes[node] = None
 
 
-def free_slots(allocator: BaseTokenToKVPoolAllocator) -> torch.Tensor:
+def distinct_segments(anchors: PageSegments) -> list[Segment]:
+    """The distinct segments among the anchors of pages."""
+    return list(dict.fromkeys(segment for segment in anchors if segment is not None))
+
+
+def free_slots(allocator: "BaseTokenToKVPoolAllocator") -> torch.Tensor:
     """Slots that SGLang's allocator has free: int64 [free]."""
     pages = torch.cat([allocator.free_pages, allocator.release_pages])
     within = torch.arange(allocator.page_size, device=pages.device)
     return (pages[:, None] * allocator.page_size + within).flatten()
-
-
-def _named(segment: Segment) -> str:
-    return f"the segment of tokens [{segment.start}, {segment.end}){segment.method and f' of {segment.method}'}"

@@ -4,14 +4,16 @@ SGLang's page size is the unit throughout, and equals that of the host tier. A p
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can make ready. The second run contains nodes on the host, quantized-only
 nodes, and nodes on the device below one that is not. The match ends at the first node that is in neither tier and not quantized.
 
-This module has the methods that SGLang calls. The parts of the tree are nodes.py, segments.py, eviction.py, host_store.py, reloads.py,
-residency.py, and quantized_only.py or remote_only.py.
+This module has the methods that SGLang calls, and eviction from the device. The other parts of the tree are nodes.py, segments.py,
+host_store.py, residency.py, and quantized_only.py or remote_only.py.
 """
 
+import heapq
 import time
 from array import array
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -21,8 +23,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictResult,
     IncLockRefResult,
     InitLoadBackParams,
-    InsertParams,
-    InsertResult,
     MatchPrefixParams,
     MatchResult,
 )
@@ -30,95 +30,68 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
-from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, drop_anchors
-from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV
-from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
-from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, concat_slots, path
-from sglang_ext.mem_cache.prefix_cache.recompute import EarlyRequests
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector, Reloads
-from sglang_ext.mem_cache.prefix_cache.residency import Residency
-from sglang_ext.mem_cache.prefix_cache.segments import Segments
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.host_tier.tier import HostTier
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
+    from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+    from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 
 class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
 
-    SGLang creates it before the worker has compressed KV, and before full KV can be stored outside the device. The worker passes both with
-    :meth:`use_host` and :meth:`bind`, before the first forward.
+    SGLang creates it. The worker calls :meth:`use_host` and :meth:`bind` before the first forward.
 
     Attributes:
         nodes: The tree.
-        segments: Compressed chunks attached to the nodes. Requests share them.
-        eviction: Selects what leaves the device first.
+        segments: Compressed chunks attached to the nodes.
         host: The nodes' KV on the host. None if full KV is stored on the device only.
-        reloads: Loads from the host. None without a host tier.
         residency: Running requests whose full KV may leave the device. None if it stays.
         compressed_kv: The requests' own compressed KV, in the same pool. None if no request has any.
         early: Running requests that still receive a part of their full KV from another server. None if there are none.
         freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it. None if full KV stays.
-        recomputed: Running requests so far that lost their full KV and are computed again (recompute.py).
+        recomputed: Running requests so far that lost their full KV and are computed again (freed_full_kv.py).
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size, drop_anchors)
+        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
         self.nodes = PrefixTree(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
-        self.host: HostStore | None = None
-        self.reloads: Reloads | None = None
-        self.residency: Residency | None = None
-        self.compressed_kv: CompressedKVCache | None = None
-        self.early: EarlyRequests | None = None
-        self.freed_full_kv: FreedFullKV | None = None
+        self.host: "HostStore | None" = None
+        self.residency: "Residency | None" = None
+        self.compressed_kv: "CompressedKVCache | None" = None
+        self.early: "EarlyRequests | None" = None
+        self.freed_full_kv: "FreedFullKV | None" = None
         self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
-        self.eviction = Eviction(self.nodes, self.segments, self.eviction_strategy.get_priority)
 
-    def use_host(
-        self,
-        tier: HostTier,
-        ranks: TPRanks = TPRanks(),
-        faults: FaultInjector | None = None,
-        on_load_start: Callable[[torch.Tensor], None] = lambda slots: None,
-        on_load_done: Callable[[torch.Tensor], None] = lambda slots: None,
-        anchoring: Anchoring | None = None,
-    ) -> None:
-        """Store full KV in ``tier`` too. The trees of all ``ranks`` do the same.
+    def use_host(self, tier: "HostTier", **options: Any) -> None:
+        """Store full KV in ``tier`` too. The trees of all ranks do the same. ``options`` and errors are those of :class:`HostStore`."""
+        from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 
-        Args:
-            anchoring: Which segments are the anchors of pages stored as residuals. None stores pages whole. For the other arguments see
-                :class:`Reloads`.
-
-        Raises:
-            ValueError: The tier's page size differs from the tree's.
-        """
-        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
-        self.reloads = Reloads(self.host, self._allocate, faults, on_load_start, on_load_done)
+        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, self._allocate, **options)
 
     def bind(
         self,
-        compressed_kv: CompressedKVCache | None,
+        compressed_kv: "CompressedKVCache | None",
         ended: Callable[[int], None] = lambda row: None,
         keeps_answers: bool = True,
-        residency: Residency | None = None,
-        early: EarlyRequests | None = None,
-        freed_full_kv: FreedFullKV | None = None,
+        residency: "Residency | None" = None,
+        early: "EarlyRequests | None" = None,
+        freed_full_kv: "FreedFullKV | None" = None,
     ) -> None:
-        """Set what the tree needs to serve requests that have compressed KV.
+        """Set the compressed KV of requests, and its features. For the other arguments see the attributes.
 
         Args:
-            compressed_kv: The requests' compressed KV. None if no request has any.
             ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.
             keeps_answers: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
                 differs from that of the full cache.
-            residency: Requests whose full KV may leave the device. None if it stays.
-            early: Requests that start before all their full KV has arrived. None if there are none.
-            freed_full_kv: Frees full KV that compressed KV or cache ranks hold. None if full KV stays.
         """
         self.compressed_kv, self._ended, self._keeps_answers = compressed_kv, ended, keeps_answers
         self.residency, self.early, self.freed_full_kv = residency, early, freed_full_kv
@@ -128,7 +101,7 @@ class TieredRadixCache(RadixCache):
         if self.compressed_kv is not None:
             self.compressed_kv.forget_all()
         if self.residency is not None:
-            self.residency.clear()
+            self.residency.holders.clear()
         if self.freed_full_kv is not None:
             self.freed_full_kv.clear()
         self.nodes.clear()
@@ -141,20 +114,21 @@ class TieredRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Return the longest prefix of the key that is in the tree.
 
-        Returns:
-            ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` more tokens, up to
-            ``best_match_node`` (equal to ``last_host_node``), become ready with :meth:`init_load_back`.
+        ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` more tokens, up to ``best_match_node``
+        (equal to ``last_host_node``), become ready with :meth:`init_load_back`.
         """
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        nodes = list(takewhile(lambda node: not node.is_void, self.nodes.walk(key)))
+        # Split nodes only where segments can be split. The full KV of a node that no segment covers stays, and admission counts on its slots.
+        found = self.nodes.walk(key) if self.freed_full_kv is None else self.nodes.walk(key, self.freed_full_kv.max_node_end)
+        nodes = list(takewhile(lambda node: not node.is_void, found))
         ready = list(takewhile(lambda node: node.on_device, nodes))
         last = ready[-1] if ready else self.root_node
         best = nodes[-1] if nodes else self.root_node
         return MatchResult(
-            device_indices=concat_slots([node.value for node in ready], self._empty_match_result.device_indices),
+            device_indices=self._concat([node.value for node in ready]),
             last_device_node=last,
             last_host_node=best,
             best_match_node=best,
@@ -164,10 +138,9 @@ class TieredRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TieredNode]:
         """Bring the part of a match that is not ready to the device, wait for it, and compare its checksums.
 
-        Returns:
-            Slots of the tokens after the match's ``device_indices``, int64, and the node that they end in. If slots are missing or host
-            pages have changed, only the tokens before the first missing one. A prompt that attends to quantized KV gets slots in SGLang's
-            padding page for quantized-only nodes.
+        Returns slots of the tokens after the match's ``device_indices``, int64, up to the first one without slots or with changed pages,
+        and the node that they end in. A prompt that attends to quantized KV gets slots in SGLang's padding page for quantized-only nodes,
+        in the order of a page.
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
@@ -183,13 +156,12 @@ class TieredRadixCache(RadixCache):
             nodes = [node for node in path(best) if node.start >= begin]
             nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_quantized_only), nodes))
             self.dec_lock_ref(best)
-        slots = [node.value if node.on_device else self._padding(node) for node in nodes]
-        indices = concat_slots(slots, self._empty_match_result.device_indices)
-        return indices, nodes[-1] if nodes else parent
+        padding = [torch.arange(node.start, node.end, device=self.device) % self.page_size for node in nodes]
+        slots = [node.value if node.on_device else padded for node, padded in zip(nodes, padding)]
+        return self._concat(slots), nodes[-1] if nodes else parent
 
-    def _padding(self, node: TieredNode) -> torch.Tensor:
-        """Slots for a quantized-only node, in SGLang's padding page, in the order of a page: int64 [tokens of the node]."""
-        return torch.arange(node.start, node.end, device=self._empty_match_result.device_indices.device) % self.page_size
+    def _concat(self, slots: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([self._empty_match_result.device_indices, *slots])
 
     def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
@@ -198,24 +170,9 @@ class TieredRadixCache(RadixCache):
             return
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
-            self.reloads.load_back(missing)
+            self.host.load_back(missing)
         for load in dict.fromkeys(node.load for node in nodes if node.load is not None):
-            self.reloads.finish(load)
-
-    def insert(self, params: InsertParams) -> InsertResult:
-        """Let the tree own the slots of a key. The caller owns all of them before.
-
-        Returns:
-            The first ``prefix_len`` slots remain the caller's. The tree owns the others.
-        """
-        if self.disable:
-            return InsertResult(prefix_len=0)
-        key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
-        key = key.page_aligned(self.page_size)
-        slots = torch.tensor(key.raw_token_ids()) if params.value is None else params.value[: len(key)]
-        prefix_len = max((node.end for node in self.nodes.walk(key) if node.on_device), default=0)
-        last, _ = self._insert(key, slots, prefix_len, params.priority or 0, params.chunked)
-        return InsertResult(prefix_len=prefix_len, last_device_node=last)
+            self.host.finish(load)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Insert the full KV of a finished request into the tree, free the rest, and unlock its path.
@@ -224,23 +181,19 @@ class TieredRadixCache(RadixCache):
         from ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` this range begins at the first generated token. There the row may
         point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was freed before).
 
-        Args:
-            req: Owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``; the tree owns those
-                before, or freed them. The first of the request's own may be freed already (quantized_only.py, remote_only.py).
-            is_insert: Whether the KV may enter the tree.
-            kv_len_to_handle: Tokens whose KV may enter the tree.
+        The request owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``. The first of them may
+        be freed already (quantized_only.py, remote_only.py). The tree owns those before, or freed them. With ``is_insert`` the KV of
+        ``kv_len_to_handle`` tokens may enter the tree.
         """
-        own = req.cache_protected_len
-        own_start = 0
+        own, own_start, allocated, index = req.cache_protected_len, 0, req.kv.kv_allocated_len, req.req_pool_idx
         if self.freed_full_kv is not None:
-            is_insert &= self.freed_full_kv.can_insert(req.req_pool_idx)
-            own_start = self.freed_full_kv.own_start(req.req_pool_idx, 0)
-            self.freed_full_kv.forget(req.req_pool_idx)
+            is_insert &= self.freed_full_kv.can_insert(index)
+            own_start = self.freed_full_kv.own_start(index, 0)
+            self.freed_full_kv.forget(index)
         if self.compressed_kv is not None:
-            self.compressed_kv.release(req.req_pool_idx)
-            self._ended(req.req_pool_idx)
-        allocated = req.kv.kv_allocated_len
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :allocated]
+            self.compressed_kv.release(index)
+            self._ended(index)
+        row = self.req_to_token_pool.req_to_token[index, :allocated]
         req.kv.kv_allocated_len = min(allocated, kv_len_to_handle)
         if self.disable:
             own = max(own_start, own)
@@ -262,10 +215,10 @@ class TieredRadixCache(RadixCache):
             self.dec_lock_ref(req.last_node)
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """Let the tree own the full KV that a running request has so far, and lock its path.
+        """Let the tree own the full KV that a running request has so far, and lock its path. Then its row points to the tree's slots.
 
-        Afterwards the request's row points to the tree's slots. Where the tree has freed device slots, the row keeps its old, stale slots:
-        the code that freed them must load the KV before a forward reads it. Without a tree the next chunk starts after the existing tokens.
+        Where the tree has freed device slots, the row keeps its old, stale slots: the code that freed them must load the KV before a
+        forward reads it. Without a tree the next chunk starts after the existing tokens.
         """
         if self.disable:
             if chunked:
@@ -279,8 +232,7 @@ class TieredRadixCache(RadixCache):
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
         last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)
-        parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
-        indices = concat_slots(parts, self._empty_match_result.device_indices)
+        indices = self._concat([node.value if node.on_device else slots[node.start : node.end] for node in path(last)])
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
         if unneeded and self.compressed_kv is not None:
             self.compressed_kv.on_row_moved(req.req_pool_idx, unneeded[0][0])
@@ -291,25 +243,19 @@ class TieredRadixCache(RadixCache):
         req.prefix_indices = torch.cat([indices, row[len(indices) :].to(indices.dtype)])
         req.last_node = last
 
-    def unlock_path(self, req) -> bool:
+    def unlock_path(self, req) -> None:
         """Unlock the path of a request that no longer computes or reads, before it ends, so that other requests may take its full KV.
 
-        Afterwards its row may point to slots of other requests. It keeps the tokens that fill no page, and never enters the tree.
-
-        Returns:
-            Whether the request had a path.
+        Afterwards its row may point to slots of other requests, and its KV never enters the tree.
         """
         if self.disable or req.last_node is None or req.last_node is self.root_node:
-            return False
+            return
         self.dec_lock_ref(req.last_node)
         req.last_node, req.skip_radix_cache_insert = self.root_node, True
-        return True
 
     def _row_and_key(self, req, token_ids: array) -> tuple[torch.Tensor, RadixKey]:
-        """Return a request's slots of ``token_ids``, and the key of its whole pages."""
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]
-        key = RadixKey(token_ids, req.extra_key, is_bigram=self.is_eagle)
-        return row, key.page_aligned(self.page_size)
+        return row, RadixKey(token_ids, req.extra_key, is_bigram=self.is_eagle).page_aligned(self.page_size)
 
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
@@ -319,13 +265,9 @@ class TieredRadixCache(RadixCache):
     ) -> tuple[TieredNode, list[tuple[int, int]]]:
         """Make the tree hold the KV of ``key``, on the device from token ``own`` on.
 
-        A node without device slots takes the caller's slots. Otherwise the request's row would point to freed slots.
-
-        Args:
-            slots: int64 [tokens]. The caller owns them from ``own`` on. The tree then owns those that it takes.
-
-        Returns:
-            The node that the key ends in, and ``(start, end)`` of each range from ``own`` on whose KV the tree already has.
+        ``slots``, int64 [tokens], are the caller's from ``own`` on. The tree takes those of nodes without device slots. Otherwise the
+        request's row would point to freed slots. Returns the node that the key ends in, and ``(start, end)`` of each range from ``own`` on
+        whose KV the tree already has.
         """
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
@@ -360,16 +302,57 @@ class TieredRadixCache(RadixCache):
         return DecLockRefResult(delta=0 if self.disable else self.nodes.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots with :meth:`Eviction.free`. Take missing slots from running requests that need their full KV for verification
-        only."""
+        """Free device slots of segments and nodes. Take missing slots from running requests that need full KV for verification only."""
         if self.disable:
             return EvictResult()
         start_time = time.perf_counter()
-        evicted = self.eviction.free(params.num_tokens, self.host)
+        evicted = self._evict(params.num_tokens)
         if evicted < params.num_tokens and self.residency is not None:
             evicted += self.residency.drop(params.num_tokens - evicted)
         self.update_eviction_metrics(evicted, start_time)
         return EvictResult(num_tokens_evicted=evicted)
+
+    def _evict(self, wanted: int) -> int:
+        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up. Return the number of freed slots.
+
+        Candidates are in the order of SGLang's eviction policy. A segment has the age of its node and is evicted before it. If the host
+        stores residuals, it is evicted after all nodes that it covers. If segments replace a node's full KV, that full KV is freed first,
+        and the node is dropped with the first of these segments. Otherwise, if the host has space, the node stays there. All other nodes
+        are dropped.
+        """
+        leaves, evicted = self.nodes.leaves, 0
+        heap = [self._candidate(node, node.end, node.id) for node in leaves]
+        anchors = self.host is not None and self.host.anchoring is not None
+        # Each segment gets its own number, below those of nodes.
+        numbers = count(1)
+        for segment in self.segments.unused:
+            node = segment.node
+            if segment not in node.replacing_segments or node.value is None or node.lock_ref:
+                heap.append(self._candidate(node, segment.start if anchors else node.end, -next(numbers), segment))
+        heapq.heapify(heap)
+        while evicted < wanted and heap:
+            *_, node, segment = heapq.heappop(heap)
+            if segment is not None:
+                evicted += self.nodes.free_segment(segment)
+            elif node in leaves:
+                evicted += self._evict_node(node)
+                for coded in node.replacing_segments:
+                    if not coded.users:
+                        heapq.heappush(heap, self._candidate(node, node.end, -next(numbers), coded))
+            if node.parent in leaves:
+                heapq.heappush(heap, self._candidate(node.parent, node.parent.end, node.parent.id))
+        return evicted
+
+    def _candidate(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
+        """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique."""
+        # These are last: a prompt in progress restored full KV from them, and its compressed KV will read them.
+        awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
+        return awaited, self.eviction_strategy.get_priority(node), -depth, rank, node, segment
+
+    def _evict_node(self, node: TieredNode) -> int:
+        if self.host is not None and not node.replacing_segments:
+            self.host.back_up(node)
+        return self.nodes.drop(node) if node.host_value is None and not node.replacing_segments else self.nodes.free_value(node)
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
         """Allocate ``tokens`` slots, int64, evicting if necessary. None if there are not enough."""
@@ -377,8 +360,7 @@ class TieredRadixCache(RadixCache):
         return self.token_to_kv_pool_allocator.alloc(tokens)
 
     def evictable_size(self) -> int:
-        """Slots that :meth:`evict` can free: of unlocked nodes, of unused segments, and of running requests' full KV that may leave the
-        device."""
+        """Slots that :meth:`evict` can free: of unlocked nodes, unused segments, and running requests' full KV that may leave the device."""
         return self.nodes.evictable + self.segments.unused_tokens + self._offered
 
     def protected_size(self) -> int:
@@ -390,8 +372,7 @@ class TieredRadixCache(RadixCache):
         return self.residency.droppable_tokens if self.residency is not None else 0
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
-        """Slots of requests' own compressed KV and of segments in use, which neither the tree nor the rows account for. Freed slots that
-        rows still account for are subtracted."""
+        """Slots of requests' own compressed KV and of segments in use, minus freed slots that rows still account for."""
         own = 0 if self.compressed_kv is None else self.compressed_kv.owned_slot_count
         own -= 0 if self.freed_full_kv is None else self.freed_full_kv.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
@@ -402,17 +383,12 @@ class TieredRadixCache(RadixCache):
 
     def all_values_flatten(self) -> torch.Tensor:
         """Slots that nodes own: int64 [total_size]."""
-        values = [node.value for node in self.nodes if node.value is not None]
-        return concat_slots(values, self._empty_match_result.device_indices)
+        return self._concat([node.value for node in self.nodes if node.value is not None])
 
     def cached_slots(self) -> torch.Tensor:
         """Slots that the tree owns, of nodes and segments: int64 [slots]."""
         return torch.cat([self.all_values_flatten(), *(segment.slots for segment in self.segments)])
 
     def check_integrity(self) -> None:
-        """Check the tree and what it owns, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
-
-        Raises:
-            IntegrityError: Names the node and the fault.
-        """
-        tree_integrity.check(self)
+        """See :func:`tree_integrity.check`."""
+        tree_integrity.check(self.nodes)

@@ -13,7 +13,7 @@ from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.select_tokens import SelectionContexts, MarkedTokens
+    from sglang_ext.layers.kernels.select_tokens import MarkedTokens, SelectionContexts
 
 # SCRATCH: bytes in which tokens are selected, if a pair of a layer and a request needs no more, or half of that if two parts exist at once.
 # PREDICTING: share of SCRATCH that query prediction takes in addition. More bytes mean fewer launches.
@@ -104,8 +104,8 @@ class GpuSelector:
                 remaining layers, so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph
                 continues with that.
         """
+        from sglang_ext.layers.kernels.key_scores import layer_major
         from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
-        from sglang_ext.layers.kernels.selection.exact_logits import layer_major
 
         keys, codes = self.buffers.keys, self.buffers.codes
         coded = None if codes is None else codes.of_kernels

@@ -5,12 +5,14 @@ Rotary embedding is first removed from queries, and applied again for the next p
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.rotary import Rotary
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Lower bound of the ridge, since a system of zeros has no solution; far below the square of any query.
 LEAST = 1e-12
@@ -27,7 +29,7 @@ class QueryPredictor(ABC):
     name: ClassVar[str]
     window: int
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
         """Predict the query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
 
         Args:
@@ -65,7 +67,7 @@ class CurrentQuery(QueryPredictor):
     name: ClassVar[str] = "current"
     window: int = 1
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
         """Rotate the newest query directly to the new position, in one rotation instead of two."""
         if rotary is None or queries.shape[-2] == 0:
             return super().predict(queries, positions, rotary, ahead)
@@ -133,12 +135,12 @@ PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (Curr
 """Predictors by name, the default first."""
 
 
-def query_predictor(name: str, flag: str = "--kv-select-by") -> QueryPredictor:
-    """Create the predictor of this name. Messages name ``flag``.
+def query_predictor(name: str) -> QueryPredictor:
+    """Create the predictor of this name.
 
     Raises:
         OptionError: The name is unknown. The message has the value and the allowed ones.
     """
     if name not in PREDICTORS:
-        raise OptionError(f"{flag} is {name!r}; allowed: {', '.join(PREDICTORS)}. Pass one of these.")
+        raise OptionError(f"--kv-select-by is {name!r}; allowed: {', '.join(PREDICTORS)}. Pass one of these.")
     return PREDICTORS[name]()

@@ -2,16 +2,18 @@
 
 One batched product serves all attention types (AsyncSpade, section 4.3 and Figure 8). The query heads of a KV head are the rows of a
 matrix. It has one row if each head has its own keys (MHA), and all rows if heads share keys (MQA).
+
+:func:`top_tokens` selects the tokens with the highest scores, and always the first and the newest.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.predictors import QueryPredictor
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ScoringInputs:
     positions: torch.Tensor
     keys: torch.Tensor
     scaling: float
-    rotary: Rotary | None = None
+    rotary: "Rotary | None" = None
     lengths: torch.Tensor | None = None
 
     @property
@@ -57,23 +59,6 @@ class Scoring(ABC):
     @abstractmethod
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """Scores, float32 [requests, layers, kv_heads, tokens]; higher ones are read first. Places without a token have any score."""
-
-
-@dataclass(frozen=True)
-class PredictedScoring(Scoring):
-    """Scores by the attention of the predicted query, as AsyncSpade does."""
-
-    predictor: QueryPredictor
-
-    @property
-    def name(self) -> str:
-        """Name of the predictor."""
-        return self.predictor.name
-
-    def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """Mean attention over the query heads of a KV head."""
-        predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
-        return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
 
 
 @dataclass(frozen=True)
@@ -143,3 +128,40 @@ def grouped(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             f"there are {heads} query heads; allowed: a multiple of the {kv_heads} KV heads. Pass the heads of one rank, all of them"
         )
     return queries.float().unflatten(-2, (kv_heads, heads // kv_heads))
+
+
+def mark_always(scores: torch.Tensor, sinks: int, newest: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Set the scores of each context's first and newest tokens to infinity, and of places without a token to minus infinity.
+
+    Args:
+        scores: float32 [requests, ..., tokens].
+        sinks, newest: Number of first and of newest tokens.
+        lengths: int64 [requests], tokens of each context; None if all have as many as there are scores.
+    """
+    tokens = scores.shape[-1]
+    places = torch.arange(tokens, device=scores.device)
+    if lengths is None:
+        return scores.masked_fill((places < sinks) | (places >= tokens - newest), float("inf"))
+    ends = lengths.view(-1, *(1,) * (scores.dim() - 1))
+    marked = scores.masked_fill((places < sinks) | (places >= ends - newest), float("inf"))
+    return marked.masked_fill(places >= ends, float("-inf"))
+
+
+def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Positions that each KV head reads: int64 [requests, layers, kv_heads, count], ascending.
+
+    Args:
+        scores: float32 [requests, layers, kv_heads, tokens].
+        count: Tokens that a head reads.
+        sinks, newest: First and newest tokens that all heads read, up to ``count``.
+        lengths: As in :func:`mark_always`. The host does not read it, so that callers must handle contexts shorter than ``count``.
+
+    Raises:
+        ValueError: ``count`` is below 1 or above the number of tokens.
+    """
+    tokens = scores.shape[-1]
+    if not 1 <= count <= tokens:
+        raise ValueError(
+            f"{count} tokens are to be selected; allowed: 1 to the {tokens} of the context. Select fewer, or read the context whole"
+        )
+    return mark_always(scores, sinks, newest, lengths).topk(count, dim=-1).indices.sort(dim=-1).values

@@ -1,22 +1,20 @@
-"""Keys for scoring, exact or quantized to 8 or 4 bits, and exact K and V rows that are sent back."""
+"""Keys for scoring, exact or quantized to 8 or 4 bits."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.core import SCORE_BITS
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
-from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
-from sglang_ext.mem_cache.compressors.plain_int import PlainInt
+from sglang_ext.mem_cache.compressors.quantizer import quantize_evenly, whole
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+    from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
-EXACT = 16
-SCORE_BITS = (EXACT, 8, 4)
-"""Values of ``--kv-score-bits``: exact, or the number of bits."""
+EXACT = SCORE_BITS[0]
+"""Bits of unchanged keys."""
 # Channels of a token and head that share a scale and a zero point, if the number divides the head dimension.
 GROUP = 32
 # Numbers of keys that are quantized together, on a CPU.
@@ -56,68 +54,36 @@ class KeySpec:
         return heads * (scored + (2 * exact if self.rows else 0))
 
 
-class ScoringKeys(ABC):
-    """Keys of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written."""
-
-    @abstractmethod
-    def write(self, start: int, keys: torch.Tensor) -> None:
-        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
-
-    @abstractmethod
-    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes once all keys are written."""
-
-
-class ExactKeys(ScoringKeys):
-    """Keys in their own dtype.
+class ExactKeys:
+    """Keys in their own dtype. On a CPU, memory is taken as they are written.
 
     Args:
         sizes: Shape and format of the keys.
         tokens: Number of tokens.
         device: Device of the keys. On a GPU all memory is taken at once.
+
+    Attributes:
+        keys: All keys: [layers, tokens, kv_heads, dim].
     """
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
-        self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
+        self.keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
 
-    def of_layers(self) -> tuple[torch.Tensor, ...]:
-        """All keys by layer: [tokens, kv_heads, dim] each."""
-        return self._keys.unbind()
+    def write(self, start: int, keys: torch.Tensor) -> None:
+        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
+        self.keys[:, start : start + keys.shape[1]] = keys
 
-    @property
-    def whole(self) -> torch.Tensor:
-        """All keys: [layers, tokens, kv_heads, dim]."""
-        return self._keys
+    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
+        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
+        return self.keys[layer].index_select(0, places)
 
     def clear(self, tokens: int) -> None:
         """Set the first ``tokens`` places to zero."""
-        self._keys[:, :tokens].zero_()
-
-    def write(self, start: int, keys: torch.Tensor) -> None:
-        """Store keys, as :meth:`ScoringKeys.write`."""
-        self._keys[:, start : start + keys.shape[1]] = keys
-
-    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Read keys, as :meth:`ScoringKeys.read`."""
-        return self._keys[layer].index_select(0, places)
-
-    def rows(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """Read a layer's keys in ``places`` and ``heads``, int64 [rows] each: [rows, dim]."""
-        return self._keys[layer, places, heads]
-
-    @property
-    def nbytes(self) -> int:
-        """As :attr:`ScoringKeys.nbytes`."""
-        return self._keys.nbytes
+        self.keys[:, :tokens].zero_()
 
 
-class QuantizedKeys(ScoringKeys):
-    """Keys as asymmetric integers by token, head and group of channels (compressors/plain_int.py), for layers/kernels/quantized_keys/.
+class QuantizedKeys:
+    """Keys as asymmetric integers by token, head and group of channels, for layers/kernels/quantized_keys.py.
 
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.
@@ -141,7 +107,7 @@ class QuantizedKeys(ScoringKeys):
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
-        """Quantize and store keys, as :meth:`ScoringKeys.write`."""
+        """Quantize and store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
         places = slice(start, start + keys.shape[1])
         self.codes[:, places], self.words[:, places] = self._coded(keys)
 
@@ -159,12 +125,12 @@ class QuantizedKeys(ScoringKeys):
     @property
     def of_kernels(self) -> "QuantizedKeyTensors":
         """The tensors in the form that the selection kernels take."""
-        from sglang_ext.layers.kernels.quantized_keys.quantized_logits import QuantizedKeyTensors
+        from sglang_ext.layers.kernels.quantized_keys import QuantizedKeyTensors
 
         return QuantizedKeyTensors(self.codes, self.words, self.sizes.group)
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Dequantize keys, as :meth:`ScoringKeys.read`: float32."""
+        """Dequantize a layer's keys in ``places``, int64 [tokens]: float32 [tokens, kv_heads, dim]."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
         packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
@@ -175,15 +141,10 @@ class QuantizedKeys(ScoringKeys):
         """Quantize keys, [layers, tokens, kv_heads, dim], into :attr:`codes` and :attr:`words`."""
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
-        found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
+        found = quantize_evenly(keys.float(), Grid(1, group), bits)
         packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
-
-    @property
-    def nbytes(self) -> int:
-        """As :attr:`ScoringKeys.nbytes`."""
-        return self.codes.nbytes + self.words.nbytes
 
 
 def _stored_mask(bits: int) -> int:
@@ -208,7 +169,7 @@ class KeyQuantizer:
         if not len(slots):
             return
         if slots.is_cuda:
-            from sglang_ext.layers.kernels.quantized_keys.quantize_keys import quantize_keys
+            from sglang_ext.layers.kernels.quantized_keys import quantize_keys
 
             quantize_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
             return
@@ -217,35 +178,6 @@ class KeyQuantizer:
             self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
 
 
-def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ScoringKeys:
+def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ExactKeys | QuantizedKeys:
     """Create storage for the keys of ``tokens`` tokens."""
     return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
-
-
-class ExactKVRows:
-    """Exact keys and values of a fixed number of tokens in all layers. On a CPU, memory is taken as they are written.
-
-    Args:
-        sizes: Shape and format of the keys, and of the values.
-        tokens: Number of tokens.
-        keys: The keys that are scored. They are used here if they are exact; otherwise exact keys are stored in addition.
-        device: Device of keys and values.
-
-    Attributes:
-        keys, values: Exact keys and values of all tokens.
-    """
-
-    def __init__(self, sizes: KeySpec, tokens: int, keys: ScoringKeys, device: torch.device = torch.device("cpu")):
-        self.keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens, device)
-        self.values = ExactKeys(sizes, tokens, device)
-        self._scored = keys
-
-    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each, after the scored keys."""
-        if self.keys is not self._scored:
-            self.keys.write(start, keys)
-        self.values.write(start, values)
-
-    def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read K and V of a layer in ``places`` and ``heads``, int64 [rows] each: [rows, dim] each."""
-        return self.keys.rows(layer, places, heads), self.values.rows(layer, places, heads)

@@ -23,31 +23,27 @@ def told(caplog: pytest.LogCaptureFixture, **given: object) -> str:
 def test_a_flag_that_does_nothing_in_full_is_named_and_not_checked(caplog: pytest.LogCaptureFixture, wrong: dict[str, object]) -> None:
     flag = f"--{next(iter(wrong)).replace('_', '-')}"
     assert told(caplog, kv_mode="full", **wrong) == (
-        f"sglang-ext: --kv-mode is full, stock SGLang, in which {flag} does nothing: pass --kv-mode verified, or leave it out"
+        f"sglang-ext: {flag} has no effect: --kv-mode is full, stock SGLang. Remedy: pass --kv-mode verified or lossy, or leave it out"
     )
 
 
 def test_what_lossy_alone_serves_is_named_with_that_mode(caplog: pytest.LogCaptureFixture) -> None:
     found = told(caplog, kv_mode="full", kv_compressor="hack", kv_prefill="quantized")
-    assert found.endswith("--kv-compressor, --kv-prefill do nothing: pass --kv-mode lossy, or leave them out")
+    assert "--kv-compressor, --kv-prefill have no effect" in found and found.endswith("pass --kv-mode verified or lossy, or leave them out")
 
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"kv_mode": "lossy", "kv_draft_length": 8, "kv_max_burst": 4, "kv_offload_draft_length": 8},
-     "--kv-mode is lossy, without drafts, in which --kv-draft-length, --kv-max-burst, --kv-offload-draft-length do nothing: pass "
+     "--kv-draft-length, --kv-max-burst, --kv-offload-draft-length have no effect: --kv-mode is lossy, without drafts. Remedy: pass "
      "--kv-mode verified, or leave them out"),
-    ({"kv_online_compressor": "sink-recent"},
-     "--kv-compressor is snapkv, with which --kv-online-compressor does nothing: pass --kv-compressor kvzip, or leave it out"),
-    ({"kv_compressor": "kvzap", "kv_predictor": "/", "kv_online_compressor": "sink-recent"},
-     "--kv-compressor is kvzap and --kv-host-gb 0, with which --kv-online-compressor does nothing: pass --kv-host-gb 16"),
     ({"kv_offload_draft_length": 8, "kv_host_gb": 1.0},
-     "--kv-full-tier is device and --kv-host-gb 1, with which --kv-offload-draft-length does nothing: pass --kv-full-tier auto"),
+     "--kv-offload-draft-length has no effect: --kv-full-tier is device and --kv-host-gb 1. Remedy: pass --kv-full-tier auto"),
     ({"kv_draft_length": 8, "kv_max_burst": 10},
-     "a verification gives at most 9 tokens, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
+     "--kv-max-burst has no effect: a verification gives at most 9 tokens, fewer than 10. Remedy: pass at most 9, or leave it out"),
+    ({"kv_compressor": "quest", "kv_select_by": "regressed", "kv_cache_ranks": 1},
+     "--kv-select-by, --kv-cache-ranks have no effect: --kv-compressor is quest. Remedy: pass --kv-compressor spade"),
 ])  # fmt: skip
-def test_a_flag_that_does_nothing_beside_others_is_named_once(
-    caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str
-) -> None:
+def test_flags_without_effect_are_named_once_for_each_reason(caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str) -> None:
     found = told(caplog, **given)
     assert found.startswith(f"sglang-ext: {words}") and "\n" not in found
 

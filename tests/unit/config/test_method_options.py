@@ -13,7 +13,7 @@ from sglang_ext.managers.spec_decode.request_states import write_counters
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 
 def resolved(**change):
@@ -58,7 +58,6 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
         ({"kv_more_compressors": "kivi,kivi:1"}, ["'kivi:1'", "'kivi' again", "a budget of 1: leave it out"]),
         ({"kv_more_compressors": "kivi,snapkv+int4"}, ["'snapkv+int4' together with kivi", "one method that", "a server for each"]),
         ({"kv_compressor": "int8", "kv_more_compressors": "snapkv,kivi"}, ["'kivi' together with int8", "Leave kivi or int8 out"]),
-        ({"kv_more_compressors": "snapkv:0.125", "kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are"]),
         ({"kv_more_compressors": "kivi", "kv_bits": 8}, ["--kv-bits is 8", "4 or 2 bits"]),
         ({"kv_more_compressors": "verify-guided"}, ["makes verify-guided one of 2 methods", "Use it alone", "snapkv, expected-attention"]),
         ({"kv_compressor": "verify-guided", "kv_more_compressors": "kivi"}, ["makes verify-guided one of 2", "Use it alone"]),

@@ -9,9 +9,8 @@ from argument_helpers import arguments
 
 from sglang_ext import flag_checks
 from sglang_ext.config import selection_options
-from sglang_ext.config.refused_options import check_combinations
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines import SELECTORS
 
 
@@ -25,7 +24,6 @@ def spade(**given):
 def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, budget, most):
     args = spade(kv_mode=mode, kv_select=select, kv_select_every=4, kv_select_by="regressed")
     flag_checks.check_flags(args)
-    check_combinations(args)
     made = selection_options.spade(args)
     assert args.kv_budget == budget
     assert (made.most, made.every, made.predictor.name, made.window) == (most, 4, "regressed", 17)
@@ -76,10 +74,6 @@ def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():
     args = spade(kv_select=4095, device="cuda")
     args.get_model_config = lambda: SimpleNamespace(context_len=4096)
     selection_options.check_resolved(args)
-    args.kv_cache_ranks, args.device = 1, "xpu"
-    with pytest.raises(OptionError, match="--kv-cache-ranks is 1 with --device xpu; .* on NVIDIA GPUs: pass --kv-cache-ranks 0"):
-        selection_options.check_resolved(args)
-    args.device, args.kv_cache_ranks = "cuda", 0
     for every in (4095, 4096):
         args.kv_select_every = every
         if every < 4096:
@@ -131,46 +125,18 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     assert not selection_options.has_remote_values(args)
     # Copies are made anew when many tokens follow them.
     assert not selection_options.spade(args).each_round
-    for given, told in (
-        ({"base_gpu_id": 2}, "from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache-rank"),
-        ({"kv_pack_layers": 2}, "--kv-cache-ranks is 2 on GPUs with --kv-pack-layers 2; all layers of a step .*: pass auto"),
-        ({"kv_bench_timeline": "times"}, "with --kv-bench-timeline times; .*: leave it out"),
-        ({"dp_size": 2}, "with --dp-size 2; they belong to the GPU of one model: pass 1"),
-        ({"device": "cpu", "kv_cache_rank_gpu": 1}, "--kv-cache-rank-gpu is 1 with --device cpu; .* on GPUs only if the model is: leave it out"),
-    ):
-        before = {name: getattr(args, name) for name in given}
-        for name, value in given.items():
-            setattr(args, name, value)
-        with pytest.raises(OptionError, match=told):
-            selection_options.check_resolved(args)
-        for name, value in before.items():
-            setattr(args, name, value)
-    args.kv_cache_rank_gpu = 0
-    selection_options.check_resolved(args)
+    args.base_gpu_id = 2
+    with pytest.raises(OptionError, match="from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache"):
+        flag_checks.check_device(args)
+    args.base_gpu_id, args.kv_cache_rank_gpu = 1, 0
+    flag_checks.check_device(args)
     assert selection_options.cache_rank_gpus(args) == [0, 1] and "a cache rank shares GPU 1 with the model" in caplog.text
 
 
-def test_flags_of_selection_are_named_where_nothing_is_selected(caplog):
-    flag_checks.check_flags(arguments(kv_select=0.5, kv_select_every=2))
-    assert "--kv-compressor is snapkv, with which --kv-select, --kv-select-every do nothing: pass --kv-compressor spade" in caplog.text
-    caplog.clear()
-    flag_checks.check_flags(spade(kv_select=0.5, kv_select_every=2))
-    assert "do nothing" not in caplog.text
-
-
-def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
+def test_more_cache_ranks_than_cores_are_refused(monkeypatch):
     monkeypatch.setattr(selection_options.os, "sched_getaffinity", lambda process: {0, 1})
-    for given, told in (
-        ({"kv_cache_ranks": 3}, "--kv-cache-ranks is 3; .* there are 2 cores: pass a whole number from 0, for none, to 2"),
-        ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
-        ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
-        ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
-        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or with keys in 8 or 4 bits: pass one of 16, 8, 4"),
-        ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-score-bits 16, or"),
-        ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
-    ):
-        with pytest.raises(OptionError, match=told):
-            flag_checks.check_flags(spade(**given))
+    with pytest.raises(OptionError, match="--kv-cache-ranks is 3; .* there are 2 cores: pass a whole number from 0, for none, to 2"):
+        flag_checks.check_flags(spade(kv_cache_ranks=3))
     flag_checks.check_flags(spade(kv_cache_ranks=2, kv_pack_layers="auto"))
 
 
@@ -182,16 +148,10 @@ def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_b
     ):  # fmt: skip
         args = spade(kv_mode=mode, **given)
         flag_checks.check_flags(args)
-        check_combinations(args)
         assert selection_options.slot_code_bits(args) == bits and "--kv-score-bits" not in caplog.text, given
     args = spade(kv_mode=mode, kv_score_bits=8, disaggregation_mode="prefill")
-    flag_checks.check_flags(args)
     assert selection_options.slot_code_bits(args) == 0
-    assert "which has no decode steps, so that --kv-score-bits does nothing: pass that to the decode server" in caplog.text
-    args = arguments(kv_compressor="verify-guided", kv_score_bits=8)
-    flag_checks.check_flags(args)
-    assert selection_options.slot_code_bits(args) == 0
-    assert "--kv-compressor is verify-guided, with which --kv-score-bits does nothing: pass --kv-compressor spade" in caplog.text
+    assert selection_options.slot_code_bits(arguments(kv_compressor="verify-guided", kv_score_bits=8)) == 0
 
 
 def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request_are_refused():
@@ -223,22 +183,8 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     selection_options.check_resolved(args)
 
 
-def test_a_choice_that_leaves_nothing_out_is_named(caplog):
-    flag_checks.check_flags(spade(kv_select=0.5))
-    assert not caplog.text
-    flag_checks.check_flags(spade(kv_select=1.0))
-    assert "--kv-select is 1, the whole context, so that selections leave nothing out: pass a share below 1" in caplog.text
-
-
-def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
-    flag_checks.check_flags(spade(kv_pack_layers=4))
-    assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text
-    flag_checks.check_flags(spade(kv_bench_timeline="times"))
-    assert "--kv-bench-timeline does nothing: pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or " in caplog.text
-    assert "1, or --disaggregation-transfer-backend progressive --disaggregation-mode prefill or decode, or leave it out" in caplog.text
+def test_a_server_that_only_prefills_has_no_cache_ranks():
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
-    flag_checks.check_flags(args)
-    assert "which has no decode steps, so that --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
     assert selection_options.ranks(args) == 0
     args.disaggregation_mode = "decode"
     assert selection_options.ranks(args) == 1
@@ -249,15 +195,12 @@ def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_pre
     for value, name in (("quest", "quest"), (SELECTORS["tova"], "Tova"), (SELECTORS["true-query"], "TrueQuery")):
         args = arguments(kv_compressor=value, kv_mode="lossy", kv_select=2048.0, kv_select_every=2, device="cpu")
         flag_checks.check_flags(args)
-        check_combinations(args)
-        made = selection_options.stepping(args, name)
+        made = selection_options.step_method(args)
         assert (made.name, made.every, made.each_round, made.most) == (name, 2, False, 2048)
-        assert selection_options.ranks(args) == 0 and "nothing" not in caplog.text
-    flag_checks.check_flags(arguments(kv_compressor="quest", kv_select_by="regressed", kv_cache_ranks=1))
-    assert "--kv-compressor is quest, with which --kv-select-by, --kv-cache-ranks do nothing: pass --kv-compressor spade" in caplog.text
+        assert selection_options.ranks(args) == 0 and "no effect" not in caplog.text
     args.device = "cuda"
-    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor .*:TrueQuery; .*verify-guided or, on an NVIDIA GPU, quest"):
-        selection_options.check_resolved(args)
+    with pytest.raises(OptionError, match="--kv-compressor .*:TrueQuery .* --device cuda: .*verify-guided or, on an NVIDIA GPU, quest"):
+        flag_checks.check_device(args)
 
 
 def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
@@ -266,19 +209,19 @@ def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
     flag_checks.check_flags(args)
     for size in (None, 1, 8, 24):
         args.page_size = size
-        with pytest.raises(OptionError, match=f"--page-size is {size or 1} with --kv-compressor quest on a GPU; .*: pass --page-size 16"):
-            selection_options.check_resolved(args)
+        with pytest.raises(OptionError, match=f"--kv-compressor quest cannot be combined with --page-size {size}: .*; pass --page-size 16"):
+            flag_checks.check_device(args)
     for size in (16, 64):
         args.page_size = size
-        selection_options.check_resolved(args)
-        assert selection_options.stepping(args, "quest") == Quest(1, False, most=2048, in_attention=True)
+        flag_checks.check_device(args)
+        assert selection_options.step_method(args) == Quest(every=1, each_round=False, most=2048, in_attention=True)
     for mode in ("prefill", "decode"):
         args.disaggregation_mode = mode
-        with pytest.raises(OptionError, match=f"--disaggregation-mode is {mode} with --kv-compressor quest on a GPU; .*: pass .* spade"):
-            selection_options.check_resolved(args)
+        with pytest.raises(OptionError, match=f"quest cannot be combined with --disaggregation-mode {mode}: .*; pass .* spade"):
+            flag_checks.check_device(args)
     args.device, args.page_size = "cpu", 1
-    selection_options.check_resolved(args)
-    assert not selection_options.stepping(args, "quest").in_attention
+    flag_checks.check_device(args)
+    assert not selection_options.step_method(args).in_attention
     args.device = "xpu"
-    with pytest.raises(OptionError, match="--device is xpu with --kv-compressor quest; .* on a CPU alone"):
-        selection_options.check_resolved(args)
+    with pytest.raises(OptionError, match="quest cannot be combined with --device xpu: .* on a CPU alone"):
+        flag_checks.check_device(args)

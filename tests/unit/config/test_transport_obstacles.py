@@ -7,8 +7,8 @@ from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES
 
 from sglang_ext.tools import server_flags
 from sglang_ext.tools import CommandError
-from sglang_ext.config import transports
-from sglang_ext.hooks.transfer import register_backend
+from sglang_ext.config import disaggregation_options
+from sglang_ext.plugin import register_transfer_backend
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def installed(monkeypatch):
         if name in imports:
             raise imports[name]
 
-    monkeypatch.setattr(transports, "find_spec", lambda name: True if name in packages else None)
-    monkeypatch.setattr(transports, "import_module", load)
+    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: True if name in packages else None)
+    monkeypatch.setattr(disaggregation_options, "import_module", load)
     return packages, imports
 
 
 @pytest.fixture
 def check(monkeypatch):
     """Flags as SGLang's parser reads them, in this process."""
-    monkeypatch.setattr(server_flags, "load_plugins", register_backend)
+    monkeypatch.setattr(server_flags, "load_plugins", register_transfer_backend)
     return lambda **flags: server_flags.check("m", {role: ("--disaggregation-mode", role, *each) for role, each in flags.items()})
 
 
@@ -36,22 +36,22 @@ def over(backend):
     return (f"--disaggregation-transfer-backend={backend}",)
 
 
-@pytest.mark.parametrize("backend", transports.TRANSPORTS)
+@pytest.mark.parametrize("backend", disaggregation_options.TRANSPORTS)
 def test_a_transport_works_where_its_package_is_there_and_loads(installed, backend):
     packages, imports = installed
-    module = transports.TRANSPORTS[backend].module
-    assert f"the package {module.split('.')[0]} is not installed: " in transports.transport_obstacle(backend)
+    module = disaggregation_options.TRANSPORTS[backend].module
+    assert f"the package {module.split('.')[0]} is not installed: " in disaggregation_options.transport_obstacle(backend)
     packages.add(module.split(".")[0])
-    assert transports.transport_obstacle(backend) is None
+    assert disaggregation_options.transport_obstacle(backend) is None
     for error in (ImportError("librdmacm.so.1: cannot open\nshared object file"), OSError("libnuma.so.1: no such file")):
         imports[module] = error
-        said = transports.transport_obstacle(backend)
+        said = disaggregation_options.transport_obstacle(backend)
         assert said.startswith(f"{module} does not load ({type(error).__name__}: lib") and "\n" not in said and "use progressive" in said
 
 
 def test_each_of_sglangs_transports_is_known():
-    assert set(transports.TRANSPORTS) | {transports.FAKE} == set(DISAGG_TRANSFER_BACKEND_CHOICES) - {"progressive"}
-    assert transports.transport_obstacle("progressive") is None
+    assert set(disaggregation_options.TRANSPORTS) | {disaggregation_options.FAKE} == set(DISAGG_TRANSFER_BACKEND_CHOICES) - {"progressive"}
+    assert disaggregation_options.transport_obstacle("progressive") is None
 
 
 @pytest.mark.parametrize("backend", ["nixl", "mooncake_tcp", "mori"])
@@ -79,7 +79,7 @@ def test_the_last_of_two_flags_counts_and_both_servers_name_the_same(check, inst
 def test_what_this_machine_has_is_found():
     """Nothing stands in for the import here."""
     lacks = find_spec("nixl") is None
-    assert ("not installed" in (transports.transport_obstacle("nixl") or "")) == lacks
+    assert ("not installed" in (disaggregation_options.transport_obstacle("nixl") or "")) == lacks
 
 
 def test_a_prefill_and_a_decode_server_whose_codes_would_not_fit_are_refused(check):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.hooks import chunk_transfer
+from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
 
@@ -18,15 +18,15 @@ def told(monkeypatch):
         told.append("recorded")
         return SimpleNamespace(synchronize=lambda: told.append("waited"))
 
-    monkeypatch.setattr(chunk_transfer.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(chunk_transfer.torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
+    monkeypatch.setattr(transfer.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transfer.torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
     return told
 
 
 def launched(told):
     """A scheduler that has launched a forward, and looks at the results of the one before."""
     scheduler = SimpleNamespace(result_queue=["of the one that was launched"])
-    chunk_transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["recorded", "barrier"]
     told.clear()
     return scheduler
@@ -47,7 +47,7 @@ def request(told, event=None):
 
 
 def send(told, scheduler, req, *given):
-    chunk_transfer.send_kv_chunk(lambda *arguments: told.append(arguments[2:]), scheduler, req, *given)
+    transfer.send_kv_chunk(lambda *arguments: told.append(arguments[2:]), scheduler, req, *given)
     return told
 
 
@@ -87,7 +87,7 @@ def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):
 
 
 def test_nothing_is_recorded_without_a_gpu(told, monkeypatch):
-    monkeypatch.setattr(chunk_transfer.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(transfer.torch.cuda, "is_available", lambda: False)
     scheduler = SimpleNamespace()
-    chunk_transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["barrier"] and not vars(scheduler)

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line
-from sglang_ext.arguments import KVServerArgs
+from sglang_ext.arguments import CheckedServerArgs
 from sglang_ext.command_line import sample_request
 from sglang_ext.core import MIN_CONTEXT, HookError, OptionError
 
@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[3]
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="sglang serve")
-    KVServerArgs.add_cli_args(made)
+    CheckedServerArgs.add_cli_args(made)
     return made
 
 
 def ended(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """What a command line with these flags prints as it ends; the code is 2."""
     with pytest.raises(SystemExit) as raised:
-        KVServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", *flags]))
+        CheckedServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", *flags]))
     assert raised.value.code == 2
     return capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_a_wrong_flag_ends_with_one_line(capsys: pytest.CaptureFixture[str], fla
 
 def test_a_wrong_flag_of_sglangs_ends_as_in_stock(capsys: pytest.CaptureFixture[str]) -> None:
     stock = argparse.ArgumentParser(prog="sglang serve")
-    super(KVServerArgs, KVServerArgs).add_cli_args(stock)
+    super(CheckedServerArgs, CheckedServerArgs).add_cli_args(stock)
     found = []
     for each in (stock, parser()):
         with pytest.raises(SystemExit):
@@ -65,7 +65,7 @@ def test_a_wrong_flag_of_sglangs_ends_as_in_stock(capsys: pytest.CaptureFixture[
 
 def test_a_program_gets_an_exception_that_it_can_catch() -> None:
     with pytest.raises(OptionError, match="--kv-budget is 2"):
-        KVServerArgs(model_path="none", kv_mode="verified", kv_budget=2)
+        CheckedServerArgs(model_path="none", kv_mode="verified", kv_budget=2)
 
 
 def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,9 +78,9 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_sglangs_class_is_still_reached_once_ours_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang's registry replaces the name in every module, this plugin's too.
-    monkeypatch.setattr("sglang_ext.arguments.ServerArgs", KVServerArgs)
+    monkeypatch.setattr("sglang_ext.config.rules.ServerArgs", CheckedServerArgs)
     assert parser().parse_args(["--model-path", "m", "--kv-mode", "lossy"]).kv_mode == "lossy"
-    assert issubclass(KVServerArgs, ServerArgs)
+    assert issubclass(CheckedServerArgs, ServerArgs)
 
 
 @pytest.mark.server
@@ -113,9 +113,9 @@ def test_a_port_that_is_taken_ends_the_command_before_weights_are_loaded(capsys:
         assert told == f"sglang-ext: error: --port is {port}, where another program listens at 127.0.0.1: pass another, or end that program\n"
         # Stock says so by itself, another node listens nowhere, and an engine has no port.
         for flags in (("--kv-mode", "full"), ("--kv-mode", "verified", "--nnodes", "2", "--node-rank", "1", "--tp-size", "2")):
-            KVServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--port", port, *flags]))
-        KVServerArgs(model_path="none", kv_mode="verified", port=int(port))
-    KVServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--kv-mode", "verified", "--port", port]))
+            CheckedServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--port", port, *flags]))
+        CheckedServerArgs(model_path="none", kv_mode="verified", port=int(port))
+    CheckedServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--kv-mode", "verified", "--port", port]))
 
 
 def test_a_host_that_is_another_machines_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,19 +136,20 @@ def test_make_installs_quietly() -> None:
     assert commands[0].startswith("PIP :=") and "--quiet" in commands[0] and len(commands) > 4
 
 
-def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from sglang_ext.hooks import activation as hooking
-    from sglang_ext.hooks import table as hooks
+def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins import hook_registry
 
-    registry = logging.getLogger(hooking.REGISTRY)
-    with caplog.at_level(logging.INFO), hooking._only_warnings(hooking.REGISTRY):
-        registry.info("Applied 1 hook(s) to a.target")
-        registry.warning("Multiple hooks")
-    assert caplog.messages == ["Multiple hooks"]
-    caplog.clear()
+    from sglang_ext.hooks import activation as hooking
+
+    def apply_hooks() -> None:
+        hook_registry.logger.info("Applied 1 hook(s) to a.target")
+        hook_registry.logger.warning("Multiple hooks")
+
+    monkeypatch.setattr(hook_registry.HookRegistry, "apply_hooks", apply_hooks)
     with caplog.at_level(logging.INFO):
-        registry.info("of another plugin")
-    assert caplog.messages == ["of another plugin"] and hooks.HOOKS
+        hooking.apply(())
+        hook_registry.logger.info("of another plugin")
+    assert caplog.messages == ["Multiple hooks", "of another plugin"]
 
 
 @command_line.exit_on_refusal

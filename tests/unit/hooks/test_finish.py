@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.hooks.finish import check_finish_at_last_token, count_tokens_to_finish
+from sglang_ext.hooks.rounds import check_finish_at_last_token, count_tokens_to_finish
 
 LETTERS = "abcd"
 END = LETTERS.index("d")

@@ -5,12 +5,10 @@ import pkgutil
 
 import pytest
 
-from sglang_ext.hooks import activation as hooking
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import private_names
+from sglang_ext.hooks import activation as hooking, table as hooks, transfer_table
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + hooks.TRANSFER_HOOKS, ids=lambda h: h.target)
+@pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + transfer_table.TRANSFER_HOOKS, ids=lambda h: h.target)
 def test_hook_fits_the_installed_sglang(hook):
     assert hooking.find_problem(hook) is None
     assert callable(pkgutil.resolve_name(hook.hook))
@@ -39,23 +37,23 @@ def test_a_process_checks_its_own_hooks(monkeypatch):
         hooking.check("verified", ("frontend",))
 
 
-@pytest.mark.parametrize("use", private_names.USES + private_names.TRANSFER_USES, ids=lambda use: use.target)
+@pytest.mark.parametrize("use", hooks.PRIVATE_NAMES + transfer_table.TRANSFER_USES, ids=lambda use: use.target)
 def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
     assert hooking.find_problem(use) is None
     assert use.why
 
 
-@pytest.mark.parametrize("use", private_names.USES, ids=lambda use: use.target)
+@pytest.mark.parametrize("use", hooks.PRIVATE_NAMES, ids=lambda use: use.target)
 def test_a_use_that_no_longer_fits_stops_the_start_by_name(monkeypatch, use):
     changed = dataclasses.replace(use, **{"mentions" if use.mentions else "expects": ("accept_tokens", "a_new_name")})
-    monkeypatch.setattr(private_names, "USES", (changed,))
+    monkeypatch.setattr(hooks, "PRIVATE_NAMES", (changed,))
     with pytest.raises(hooking.HookError, match=f"{use.target.rsplit('.', 1)[1]}.*a_new_name"):
         hooking.check("verified")
 
 
 def test_a_name_that_the_transfer_backend_needs_and_that_moved_stops_its_start(monkeypatch):
     hooking.check_transfer()
-    moved = dataclasses.replace(private_names.TRANSFER_USES[0], target="sglang.srt.disaggregation.common.conn.no_such_function")
-    monkeypatch.setattr(private_names, "TRANSFER_USES", (moved,))
+    moved = dataclasses.replace(transfer_table.TRANSFER_USES[0], target="sglang.srt.disaggregation.common.conn.no_such_function")
+    monkeypatch.setattr(transfer_table, "TRANSFER_USES", (moved,))
     with pytest.raises(hooking.HookError, match="progressive cannot start: .*no_such_function.*mooncake"):
         hooking.check_transfer()

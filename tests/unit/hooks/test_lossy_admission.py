@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lossy_helpers import SINKS, Lossy, distinct, numbers
 from sglang.srt.managers import schedule_policy
@@ -156,14 +156,14 @@ class Scheduler:
         world = self.world
         for req in self.running:
             self._reserve(req)
-        world.round(*[req for req in self.running if self._view(req) is not None])
+        world.round(*[req for req in self.running if self.view_of(req) is not None])
         for req in self.running:
-            view, headroom = self._view(req), 2 * (STEPS + 1) * len(self.running)
+            view, headroom = self.view_of(req), 2 * (STEPS + 1) * len(self.running)
             if view is None and req.length >= world.compressed_kv.methods[0].shortest:
                 prefix = SharedPrefix(req.last_node, req.matched) if req.matched else None
                 made = world.compressed_kv.compress(req.req_pool_idx, req.length, headroom, prefix)
                 assert made or self.alone, "a copy fits beside full KV"
-            elif view is not None and req.length >= view.refresh_after:
+            elif view is not None and world.compressed_kv.max_covered(req.req_pool_idx, req.length) >= view.refresh_after:
                 assert world.compressed_kv.compress(req.req_pool_idx, req.length, headroom), "a copy takes up new blocks"
         for req in list(self.running):
             steps = min(STEPS, req.answer - len(req.output_ids))
@@ -186,7 +186,7 @@ class Scheduler:
             req.kv.kv_allocated_len = begin + len(slots)
             self.world.table.req_to_token[req.req_pool_idx, begin : begin + len(slots)] = slots.int()
 
-    def _view(self, req):
+    def view_of(self, req):
         return self.world.compressed_kv.get(req.req_pool_idx)
 
 
@@ -198,6 +198,16 @@ ASKED = st.tuples(st.integers(1, 3), st.integers(80, 400), st.integers(1, 3), st
 @given(
     prompts=st.lists(ASKED, min_size=1, max_size=6), pages=st.integers(550, 1300), chunk=st.sampled_from([64, 150, 1000]),
     name=st.sampled_from(["int8", "int4", "kivi"]), on_codes=st.booleans(),
+)
+# Pairs of requests share the exact tokens after their compressed KV. They are freed once.
+@example(
+    prompts=[(1, 350, 2, 81, 300), (2, 287, 3, 79, 288), (1, 350, 2, 81, 300), (2, 287, 3, 79, 288), (3, 316, 3, 34, 128), (1, 155, 3, 44, 250)],
+    pages=550, chunk=64, name="kivi", on_codes=False,
+)
+# The fourth prompt diverges from the second within a block. The fifth waits, and ends within a block of the first.
+@example(
+    prompts=[(1, 350, 2, 81, 300), (2, 287, 3, 79, 288), (1, 350, 2, 81, 300), (2, 80, 3, 79, 288), (1, 80, 1, 0, 4)],
+    pages=550, chunk=64, name="int8", on_codes=False,
 )
 def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk, name, on_codes):
     # Prompts attend to codes of all whole blocks; kivi leaves the newest as they are. All answers go to their end, and all of their tokens
@@ -239,12 +249,12 @@ def test_a_prompt_that_is_computed_in_chunks_keeps_no_more_full_kv_than_one_in_o
     while not scheduler.world.codes.tokens:
         scheduler.step()
     (req,) = scheduler.running
-    view = scheduler._view(req)
+    view = scheduler.view_of(req)
     kept = scheduler.world.cache.total_size()
     assert kept == 500 - view.covered + SINKS and scheduler.world.codes.tokens == view.covered - SINKS
     while len(req.output_ids) < 140:
         scheduler.step()
-    view = scheduler._view(req)
+    view = scheduler.view_of(req)
     assert view.covered > 500 and scheduler.world.cache.total_size() == SINKS, "the prompt's last tokens are in a block with the answer's"
     again = scheduler.world.match(distinct(1, 500))
     assert again.best_match_node.end == (500 - SINKS) // 64 * 64 + SINKS

@@ -12,18 +12,20 @@ from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, prepar
 from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_ext import plugin
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.worker import KVWorker
 
 
 @pytest.fixture
 def backend():
-    transfer.register_backend()
-    transfer.register_backend()
+    plugin.register_transfer_backend()
+    plugin.register_transfer_backend()
     return TransferBackend("progressive")
 
 
@@ -34,10 +36,10 @@ def test_the_name_is_registered_once_beside_sglangs_own(backend):
 
 
 def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
-    found = {kind: transfer.get_kv_class(stock, backend, kind) for kind in KVClassType if kind is not KVClassType.MANAGER}
+    found = {kind: plugin.get_kv_class(stock, backend, kind) for kind in KVClassType if kind is not KVClassType.MANAGER}
     expected = (KVArgs, ProgressiveSender, ProgressiveReceiver, CommonKVBootstrapServer)
     assert tuple(found.values()) == expected
-    asked = transfer.get_kv_class(lambda *arguments: arguments, TransferBackend.FAKE, KVClassType.SENDER)
+    asked = plugin.get_kv_class(lambda *arguments: arguments, TransferBackend.FAKE, KVClassType.SENDER)
     assert asked == (TransferBackend.FAKE, KVClassType.SENDER)
 
 
@@ -47,32 +49,49 @@ def queue_of(worker=None, pool=100):
     return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), kv_manager=None, **sizes)
 
 
+class Sender(ProgressiveSender):
+    """A sender that only remembers what it is told."""
+
+    def set_prompt(self, tokens, refused=None, packing=None, read_queries=None):
+        self.prompt, self.refused, self.packing, self.read_queries = tokens, refused, packing, read_queries
+
+
+class Receiver(ProgressiveReceiver):
+    """A receiver that only remembers what it is told."""
+
+    def set_prompt(self, tokens, refused=None):
+        self.prompt, self.refused = tokens, refused
+
+    def expect_queries(self, queries, row):
+        self.queries, self.row = queries, row
+
+
 def made(kind):
-    """A sender or receiver that only remembers its prompt."""
+    """A sender or receiver without a manager of rooms."""
     end = kind.__new__(kind)
     end.kv_mgr = SimpleNamespace(handshakes=Handshakes(lambda metadata, reason: None))
     end.room = 7
     return end
 
 
-def test_a_sender_learns_the_prompt_unless_none_was_made(monkeypatch):
-    told = []
-    monkeypatch.setattr(ProgressiveSender, "set_prompt", lambda sender, *given: told.append(given))
-    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], to_finish=None)
+def test_a_sender_learns_the_prompt_unless_none_was_made():
+    sender = made(Sender)
+    req = SimpleNamespace(disagg_kv_sender=sender, origin_input_ids=[1, 2], to_finish=None)
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
+    assert (sender.prompt, sender.refused, sender.packing, sender.read_queries) == ([1, 2], None, None, None)
     req.to_finish = FINISH_ABORT("no such grammar")
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert told == [([1, 2], None), ([1, 2], "no such grammar")]
+    assert (sender.prompt, sender.refused, sender.packing, sender.read_queries) == ([1, 2], "no such grammar", None, None)
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
 
 @pytest.mark.parametrize(("again", "expected"), [(False, [1, 2]), (True, [1, 2, 3])])
 def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_output(again, expected):
     req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None)
-    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    found = SimpleNamespace(kv_receiver=made(Receiver))
     queue = queue_of()
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
-    assert found.kv_receiver._prompt == expected
+    assert found.kv_receiver.prompt == expected
 
 
 def test_a_request_that_is_prefilled_again_has_a_new_room_of_its_own_which_is_the_same_on_all_ranks():
@@ -80,7 +99,7 @@ def test_a_request_that_is_prefilled_again_has_a_new_room_of_its_own_which_is_th
     # Two answers of one request share its room.
     for rid, again in (("a", False), ("a", True), ("a", True), ("b", True)):
         req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None, rid=rid, bootstrap_room=(1 << 63) - 1)
-        queue, found = queue_of(), SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+        queue, found = queue_of(), SimpleNamespace(kv_receiver=made(Receiver))
         queue.kv_manager = ProgressiveManager.__new__(ProgressiveManager)
         transfer.create_receiver(lambda queue, req, is_rebootstrap: rooms.append(req.bootstrap_room) or found, queue, req, is_rebootstrap=again)
     assert rooms[0] == (1 << 63) - 1 != rooms[1] == rooms[2] != rooms[3] and all(1 <= room < 1 << 63 for room in rooms)
@@ -89,11 +108,11 @@ def test_a_request_that_is_prefilled_again_has_a_new_room_of_its_own_which_is_th
 @pytest.mark.parametrize(("tokens", "refused"), [(90, False), (91, True)])
 def test_a_prompt_that_no_empty_pool_would_admit_is_refused_with_what_it_takes_and_the_remedy(tokens, refused):
     req = SimpleNamespace(origin_input_ids=list(range(tokens)), output_ids=[], to_finish=None)
-    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    found = SimpleNamespace(kv_receiver=made(Receiver))
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue_of(), req)
-    assert (req.to_finish is not None) == (found.kv_receiver._refused is not None) == refused
+    assert (req.to_finish is not None) == (found.kv_receiver.refused is not None) == refused
     if refused:
-        assert req.to_finish.status_code == 400 and found.kv_receiver._refused == req.to_finish.message
+        assert req.to_finish.status_code == 400 and found.kv_receiver.refused == req.to_finish.message
         for word in ("takes 91 tokens", "has 100", "keeps 10", "--num-reserved-decode-tokens", "--max-total-tokens"):
             assert word in req.to_finish.message
 
@@ -101,9 +120,9 @@ def test_a_prompt_that_no_empty_pool_would_admit_is_refused_with_what_it_takes_a
 def test_a_request_that_was_refused_before_keeps_that_reason_where_the_pool_is_too_small_as_well():
     earlier = FINISH_ABORT("no such grammar")
     req = SimpleNamespace(origin_input_ids=[1] * 200, output_ids=[], to_finish=earlier)
-    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    found = SimpleNamespace(kv_receiver=made(Receiver))
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue_of(), req)
-    assert req.to_finish is earlier and found.kv_receiver._refused == "no such grammar"
+    assert req.to_finish is earlier and found.kv_receiver.refused == "no such grammar"
 
 
 @pytest.mark.parametrize("earlier", [None, FINISH_ABORT("no such grammar", 400, "BadRequestError")])
@@ -166,19 +185,20 @@ def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_othe
 
 
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
-    worker, asked = KVWorker.__new__(KVWorker), []
-    worker.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
-    worker.arriving_full_kv = lambda req, tree: None
-    worker.prompt_packing, worker.quantized_prompt_allocator = lambda: None, lambda tree: None
+    worker, feature, asked = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace()), []
+    worker.features = (feature,)
+    feature.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
+    feature.arriving_full_kv = lambda req, tree: None
+    feature.prompt_packing, feature.quantized_prompt_allocator = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None
-    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)
+    req = SimpleNamespace(disagg_kv_sender=made(Sender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)
     assert transfer.create_sender(lambda queue, req, heads: True, queue, req, 2)
-    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    found = SimpleNamespace(kv_receiver=made(Receiver))
     transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
     req.req_pool_idx = 5  # it gets its row later
-    assert req.disagg_kv_sender._query_reader(100) == b"queries" and asked == [(5, 2, 100)]
-    assert found.kv_receiver._queries is worker.prompt_queries and found.kv_receiver._row() == 5
+    assert req.disagg_kv_sender.read_queries(100) == b"queries" and asked == [(5, 2, 100)]
+    assert found.kv_receiver.queries is feature.prompt_queries and found.kv_receiver.row() == 5
 
 
 def test_ends_of_other_backends_are_left_alone():

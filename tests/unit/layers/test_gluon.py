@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from packed_helpers import Gridded, packed_pool, pool_by
 from ptx_emulator import registers, run
 
-from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.constants import PackedFragments
+from sglang_ext.layers.kernels.gluon import fragments
+from sglang_ext.layers.kernels.gluon.fragments import PackedFragments
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, unpack_codes
 
@@ -32,10 +32,10 @@ def codes(word, bits):
 @given(WORDS, st.sampled_from((2, 4, 8)))
 def test_codes_become_numbers_that_are_a_power_of_two_less(words, bits):
     first, second = words[0, :1], words[0, 1:]
-    keys, values = run(assembly.key_numbers(bits)[0], {2 * 8 // bits: first}), {4 * 8 // bits: first, 4 * 8 // bits + 4: second}
-    values = run(assembly.value_numbers(bits)[0], values)
+    keys, values = run(fragments.key_numbers(bits)[0], {2 * 8 // bits: first}), {4 * 8 // bits: first, 4 * 8 // bits + 4: second}
+    values = run(fragments.value_numbers(bits)[0], values)
     for part in range(8 // bits):
-        scale = 2.0 ** (assembly.SUBNORMAL + bits * part)
+        scale = 2.0 ** (fragments.SUBNORMAL + bits * part)
         for pair in range(2):
             expected = [codes(first, bits)[2 * pair + place][part] * scale for place in range(2)]
             assert halves(keys[f"${2 * part + pair}"]) == expected

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention, partitions_of_keys, partitions_of_values
-from sglang_ext.layers.kernels.hack.product import Partitioned, quantize_partitions, product
+from sglang_ext.layers.attention.packed import packed_attention, partitions_of_keys, partitions_of_values
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, quantize_partitions, product
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.quantizer import whole
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 PARTITIONS = (32, 64, 128)
 # Sizes of numbers, and what is added to all of them.
@@ -49,9 +49,15 @@ def size_of_terms(left, right, partition):
     return sizes(left) @ sizes(right).mT
 
 
+def dequantized(rows, partition):
+    """The rows that codes stand for: float32 [..., rows, length]."""
+    scale, zero = (part.repeat_interleave(partition, -1)[..., : rows.codes.shape[-1]] for part in (rows.scale, rows.zero))
+    return rows.codes.float() * scale + zero
+
+
 def worst(left, right, partition):
     """The greatest error against dequantize-then-multiply, in shares of the absolute terms."""
-    expected = left.whole(partition).double() @ right.whole(partition).double().mT
+    expected = dequantized(left, partition).double() @ dequantized(right, partition).double().mT
     return float(((product(left, right, partition) - expected).abs() / size_of_terms(left, right, partition).clamp(min=1e-30)).max())
 
 
@@ -74,7 +80,7 @@ def test_eight_bits_are_within_half_a_step(partition, length, size, offset, seed
     found = quantize_partitions(rows, partition)
     bound = found.scale.repeat_interleave(partition, -1)[:, :length] * 0.5
     # Numbers themselves have 24 bits.
-    assert ((found.whole(partition) - rows).abs() <= bound * (1 + 1e-4) + rows.abs() * 1e-6 + 1e-27).all()
+    assert ((dequantized(found, partition) - rows).abs() <= bound * (1 + 1e-4) + rows.abs() * 1e-6 + 1e-27).all()
     for index, part in enumerate(found.codes.split(partition, -1)):
         assert torch.equal(part.float().sum(-1), found.sums[:, index])
 
@@ -86,7 +92,7 @@ def test_codes_of_weights_may_begin_at_zero(partition, length, seed):
     found = quantize_partitions(rows, partition, from_zero=True)
     assert torch.allclose(found.zero, 128 * found.scale)
     scale = found.scale.repeat_interleave(partition, -1)[:, :length]
-    assert ((found.whole(partition) - rows).abs() <= scale * 0.5 * (1 + 1e-4)).all()
+    assert ((dequantized(found, partition) - rows).abs() <= scale * 0.5 * (1 + 1e-4)).all()
     # The greatest weight of each partition has the last code.
     for codes, weights in zip(found.codes.split(partition, -1), rows.split(partition, -1)):
         assert (codes.gather(-1, weights.argmax(-1, keepdim=True)) == 127).all()
@@ -114,11 +120,11 @@ def test_blocks_of_keys_and_values_are_operands(bits, partition):
     rows = torch.randn(2, 5, 128, generator=noise)
     keys = packs.quantize(numbers, packs.key_grid(128))
     found = product(quantize_partitions(rows, partition), partitions_of_keys(keys), partition)
-    expected = quantize_partitions(rows, partition).whole(partition) @ whole(keys, packs.key_grid(128), None).flatten(1, 2).mT
+    expected = dequantized(quantize_partitions(rows, partition), partition) @ whole(keys, packs.key_grid(128), None).flatten(1, 2).mT
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
     values, weights = packs.quantize(numbers, packs.value_grid(128)), torch.rand(2, 5, 3 * packs.block, generator=noise)
     found = product(quantize_partitions(weights, partition), partitions_of_values(values), partition)
-    expected = quantize_partitions(weights, partition).whole(partition) @ whole(values, packs.value_grid(128), None).flatten(1, 2)
+    expected = dequantized(quantize_partitions(weights, partition), partition) @ whole(values, packs.value_grid(128), None).flatten(1, 2)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packed_helpers import packed_pool, pool_by
 from ptx_emulator import registers, run
 
-from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon import fragments
 from sglang_ext.layers.kernels.gluon.integer_fragments import IntegerFragments
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import unpack_codes
@@ -34,10 +34,10 @@ def bytes_of(register):
 def test_codes_of_keys_become_int8_that_a_partition_shares_a_power_of(words, kind):
     bits, together = kind
     parts, word = 8 // bits, words[0, :1]
-    found = run(assembly.key_codes(bits, together)[0], {parts: word})
+    found = run(fragments.key_codes(bits, together)[0], {parts: word})
     for part in range(parts):
         lowest = bits * (part // together * together)
-        less = 128 if assembly.is_signed(bits, lowest) else 0
+        less = 128 if fragments.is_signed(bits, lowest) else 0
         assert (bytes_of(found[f"${part}"]) == codes(word, bits)[:, part] * 2**lowest - less).all()
 
 
@@ -45,7 +45,7 @@ def test_codes_of_keys_become_int8_that_a_partition_shares_a_power_of(words, kin
 @given(WORDS, st.sampled_from((4, 2)))
 def test_codes_of_values_become_int8_of_four_tokens(words, bits):
     parts = 8 // bits
-    found = run(assembly.value_codes(bits)[0], {4 * parts + 4 * token: words[0, token : token + 1] for token in range(4)})
+    found = run(fragments.value_codes(bits)[0], {4 * parts + 4 * token: words[0, token : token + 1] for token in range(4)})
     for part, byte in itertools.product(range(parts), range(4)):
         less = 128 if part == parts - 1 else 0
         expected = [codes(words[0, token : token + 1], bits)[byte, part] * 2 ** (bits * part) - less for token in range(4)]
@@ -58,10 +58,10 @@ def test_codes_of_weights_become_the_other_side_of_a_product(streams):
     table = np.random.default_rng(streams).integers(-128, 128, (16, 8))
     row, column = LANES // 4, LANES % 4 * 2
     places = [(row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)]
-    numbers = [(table[place] + np.float32(assembly.BIAS)).astype(np.float32).view(np.uint32)[:, None] for place in places]
+    numbers = [(table[place] + np.float32(fragments.BIAS)).astype(np.float32).view(np.uint32)[:, None] for place in places]
     inputs = {streams + number: part for number, part in enumerate(numbers)}
     mask = np.where(LANES // 4 < 4, 0xFFFFFFFF, 0).astype(np.uint32)[:, None]
-    found = run(assembly.weight_codes(streams)[0], inputs | ({6: mask} if streams == 2 else {}))
+    found = run(fragments.weight_codes(streams)[0], inputs | ({6: mask} if streams == 2 else {}))
     for lane in range(32):
         query, first = lane // 4, lane % 4 * 2
         expected = [table[first, query], table[first + 8, query], table[first + 1, query], table[first + 9, query]]
@@ -73,23 +73,23 @@ def test_codes_of_weights_become_the_other_side_of_a_product(streams):
 def test_sums_of_integers_are_float32_without_a_conversion():
     """The bits of an integer and BIASED are BIAS more, and a scale without its lowest bits times BIAS is exact."""
     sums = np.array([-(2**22) + 1, -7, 0, 5, 64 * 240 * 128, 2**22 - 1])
-    bits = (sums + assembly.BIASED).astype(np.uint32)
-    assert (bits.view(np.float32).astype(float) - assembly.BIAS == sums).all()
+    bits = (sums + fragments.BIASED).astype(np.uint32)
+    assert (bits.view(np.float32).astype(float) - fragments.BIAS == sums).all()
     scale = np.array([0.1, 3e-7, 1234.5], dtype=np.float32).view(np.uint32)
-    rounded = run(assembly.rounded_down()[0], {1: scale})["$0"].view(np.float32)
-    assert (np.float32(assembly.BIAS) * rounded).astype(float).tolist() == (assembly.BIAS * rounded.astype(float)).tolist()
+    rounded = run(fragments.ROUNDED_DOWN[0], {1: scale})["$0"].view(np.float32)
+    assert (np.float32(fragments.BIAS) * rounded).astype(float).tolist() == (fragments.BIAS * rounded.astype(float)).tolist()
     assert (np.abs(rounded / scale.view(np.float32) - 1) < 2**-21).all()
 
 
 def test_small_integers_become_float16():
     numbers = np.array([0, 1, 3, 960, 1022, 1023], dtype=np.int16)
-    found = run(assembly.small_integers()[0], {1: numbers.view(np.uint32)[:, None]})["$0"]
+    found = run(fragments.SMALL_INTEGERS[0], {1: numbers.view(np.uint32)[:, None]})["$0"]
     assert torch.from_numpy(found.view(np.int32)).view(torch.float16).flatten().tolist() == numbers.tolist()
 
 
 def test_larger_integers_become_float32():
     numbers = np.array([0, 1, 1023, 1024, 1920, 32767], dtype=np.int16)
-    found = run(assembly.larger_integers()[0], {2: numbers.view(np.uint32)[:, None]})
+    found = run(fragments.LARGER_INTEGERS[0], {2: numbers.view(np.uint32)[:, None]})
     assert np.stack([found["$0"], found["$1"]], 1).view(np.float32).flatten().tolist() == numbers.tolist()
 
 

@@ -28,11 +28,13 @@ def launched():
     return {call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)}
 
 
+@pytest.mark.slow
 def test_every_kernel_fits_the_shared_memory_of_every_gpu():
     *refused, kernels, _ = run("kernel_matrix.py", "--sizes", "--quick")
     assert not refused and launched() - set(kernels.split()) == set()
 
 
+@pytest.mark.slow
 def test_kernels_give_what_float64_gives():
     run("matrix_interpret.py", "--quick")
 

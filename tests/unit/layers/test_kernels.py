@@ -8,11 +8,10 @@ import pytest
 from check_names import OF_SGLANG, PLAIN
 
 CHECKS = Path(__file__).parents[2] / "kernels/kernel_checks.py"
-# Each is a process of its own, which takes seconds to load what it checks.
-SETS = {f"plain {part}": PLAIN[part::2] for part in range(2)} | {"of SGLang": OF_SGLANG}
+# Each set of checks is a process of its own, which takes seconds to load what it checks.
 
 
-@pytest.mark.parametrize("checks", SETS.values(), ids=SETS)
+@pytest.mark.parametrize("checks", [pytest.param(PLAIN, id="plain"), pytest.param(OF_SGLANG, id="of SGLang", marks=pytest.mark.slow)])
 def test_each_kernel_gives_what_pytorch_gives(checks):
     # The interpreter is chosen as Triton is imported, so they need a process of their own.
     done = subprocess.run([sys.executable, str(CHECKS), *checks], capture_output=True, text=True, timeout=600)

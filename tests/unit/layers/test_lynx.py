@@ -9,10 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.layers.kernels.lynx import levels, planes
+from sglang_ext.layers.kernels.lynx import pytorch_codec
+from sglang_ext.layers.kernels.lynx.layout import (
+    ANCHORS,
+    bounds,
+    fine_bounds,
+    fine_levels,
+    level_step,
+    levels,
+    max_level,
+    CHUNK,
+    DTYPES,
+    HEADER,
+    PageLayout,
+)
 from sglang_ext.layers.kernels.lynx.codec import decode, decode_page, encode, encode_page
 from sglang_ext.layers.kernels.lynx.encode_tiles import CELLS, REACH, cells
-from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, PageLayout
 from sglang_ext.layers.kernels.lynx.pytorch_codec import CLEAR, as_bytes
 
 PATTERNS = {2: torch.int16, 4: torch.int32}
@@ -79,8 +91,8 @@ def test_numbers_are_off_by_half_a_step_at_most(page):
         assert same(decode(*streams, layout), x)
         return
     rounding = x.double().abs() * torch.finfo(layout.dtype).eps + torch.finfo(layout.dtype).tiny
-    fine, anchors = levels.fine_levels(layout.bits), levels.levels(layout.bits)
-    coarse = levels.bounds(layout.bits)
+    fine, anchors = fine_levels(layout.bits), levels(layout.bits)
+    coarse = bounds(layout.bits)
     widest = max(max(b - c, c - a) for a, c, b in zip(coarse[:-1], anchors, coarse[1:], strict=True))
     for residual, off in ((None, widest), (streams.residual, 0.51 * max(b - a for a, b in zip(fine, fine[1:])))):
         found = decode(streams.anchor, residual, layout)
@@ -138,19 +150,19 @@ def test_streams_have_the_layouts_sizes_and_extremes_are_exact_in_the_anchor(bit
 
 
 def test_algorithm_1s_split():
-    assert levels.max_level(4) == 112 and levels.max_level(3) == 96 and levels.max_level(2) == 64
-    for bits in levels.ANCHORS:
+    assert max_level(4) == 112 and max_level(3) == 96 and max_level(2) == 64
+    for bits in ANCHORS:
         rest = 8 - bits
-        i = torch.arange(levels.max_level(bits) + 1)
+        i = torch.arange(max_level(bits) + 1)
         v = i + 2 ** (rest - 1) - 1 >> rest
-        edges = torch.tensor(levels.fine_bounds(bits), dtype=torch.float64)
-        below = torch.tensor(levels.bounds(bits), dtype=torch.float64)
+        edges = torch.tensor(fine_bounds(bits), dtype=torch.float64)
+        below = torch.tensor(bounds(bits), dtype=torch.float64)
         # The anchor's bounds are among those of I, where V changes.
         assert edges[1:][v[1:] != v[:-1]].tolist() == below[2 ** (bits - 1) + 1 : -1].tolist()
         assert below.tolist() == sorted(below.tolist()) and torch.equal(below, -below.flip(0))
         # 13 bits and a float16's 11 fit float32: the product is exact.
         halves = torch.rand(1000, generator=torch.Generator().manual_seed(2)).half()
-        for table in (levels.fine_bounds(bits), levels.fine_levels(bits), levels.levels(bits)):
+        for table in (fine_bounds(bits), fine_levels(bits), levels(bits)):
             exact = halves.double()[:, None] * torch.tensor(table, dtype=torch.float64)
             assert torch.equal(exact.float().double(), exact)
 
@@ -159,9 +171,9 @@ def test_algorithm_1s_split():
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**20))
 def test_planes_hold_codes(bits, tokens, words, seed):
     codes = torch.randint(2**bits, (tokens, 8 * words), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = planes.pack_planes(codes, bits)
+    packed = pytorch_codec.pack_planes(codes, bits)
     assert len(packed) == tokens * words * bits
-    assert torch.equal(planes.unpack_planes(packed, bits, tokens), codes)
+    assert torch.equal(pytorch_codec.unpack_planes(packed, bits, tokens), codes)
 
 
 def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
@@ -219,7 +231,7 @@ def test_the_bound_of_a_cell_decides_what_lies_in_it(bits, mean, wider, ulps):
     """As kernels find a bin, where sigma is least and wherever a number is a bound, or the next to it; the quotient may be off."""
     mu, one = torch.tensor(mean), torch.tensor(min(max(abs(mean) * CLEAR, 2.0**-24) * 2**wider, 65000.0)).half().float()
     sigma = one if one > mu.abs() * CLEAR else one.half().view(torch.int16).add(1).view(torch.float16).float()
-    of, table, half = torch.tensor(levels.fine_bounds(bits))[1:], torch.tensor(cells(bits)), levels.level_step(bits) // 2
+    of, table, half = torch.tensor(fine_bounds(bits))[1:], torch.tensor(cells(bits)), level_step(bits) // 2
     x = torch.cat([mu + sigma * of, mu - sigma * of, mu[None], mu + sigma * (torch.arange(-255, 256) / 255)])
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     x = torch.cat([x, x.nextafter(up), x.nextafter(down), torch.tensor([0.0, -0.0])])

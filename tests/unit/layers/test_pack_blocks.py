@@ -9,12 +9,12 @@ from packed_helpers import Gridded
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode as decoding
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable, packed_decode
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.kivi import Kivi
+from sglang_ext.mem_cache.compressors.integer_quantizers import Kivi
 
 
 @dataclass(frozen=True)

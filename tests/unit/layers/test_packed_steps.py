@@ -9,23 +9,22 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.compressed import decode_graphs
-from sglang_ext.layers.attention.compressed.decode_backend import check_heads
-from sglang_ext.layers.attention.compressed.per_head import PagesDecode
-from sglang_ext.layers.attention.compressed.layout_readers import LAYOUT_READERS
+from sglang_ext.layers.attention import decode_graphs
+from sglang_ext.layers.attention.decode_backend import check_heads
+from sglang_ext.layers.attention.per_head import PagesDecode
+from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
+from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.draft import StepRunner
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -65,7 +64,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     compressed_kv = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), mark_tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), remote_selector=None, async_selector=None,
+        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), async_selector=None,
     )
     worker = SimpleNamespace(
         lossy=False,
@@ -80,24 +79,30 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     round_ = RoundPlan(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], full_kv_reqs=[] if drafts else [0, 1], remaining=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties())
+    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, None, lambda: None)
     assert taken == [expected] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
     assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]
+
+
+SCALING = {0: 0.1, 2: 0.1}
 
 
 class Worker(KVWorker):
     """A worker with a pool and no model."""
 
     def __init__(self, name, head_budgets="equal"):
-        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name)
+        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name, kv_cache_ranks=0)
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
         model = SimpleNamespace(query_heads=2, head_dim=64)
         self.memory = SimpleNamespace(ahead=5, model=model, release=lambda requests, tokens: MemoryPlan(rings=requests))
-        self.queries, self.key_derived_data = QueryWindows(2, (0, 2), 1), None
-        self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
+        self.queries = QueryWindows(2, (0, 2), 1)
+        self.methods = ServedMethods((), (method("snapkv"), method(name)), scaling=SCALING)
+
+    def compressed_attention(self):
+        return create_compressed_attention(self.server_args, self.model_runner, self.queries, self.methods.selection_interval, self.layout, self.buffers.on_gpu)
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32), size=3)
@@ -111,7 +116,7 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured():
     pointing = Worker("verify-guided")
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
-        assert worker._compressed_attention() is None, "on a CPU the model's own attention reads copies"
+        assert worker.compressed_attention() is None, "on a CPU the model's own attention reads copies"
         assert worker.model_runner.attn_backend.layout is worker.layout
     packed, uneven, plain, pointing = (worker.layout for worker in (packed, uneven, plain, pointing))
     assert isinstance(plain, PlainLayout)
@@ -126,7 +131,7 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
     worker = Worker(name)
     made = method(name)
     chooser = replace(made.compressor, in_attention=True) if name == "quest" else made.compressor
-    worker.methods = ServedMethods((), (replace(made, compressor=chooser),))
+    worker.methods = ServedMethods((), (replace(made, compressor=chooser),), scaling=SCALING)
     try:
         worker.allocate()
         assert type(worker.layout) is (PagePointerLayout if name == "quest" else PointerLayout)
@@ -145,7 +150,7 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(decode_graphs, "create_attention", lambda *given: AttentionOverride(given))
     worker = Worker("kivi")
     worker.buffers, worker.layout = SimpleNamespace(on_gpu=True), "packed"
-    assert worker._compressed_attention().backend == (worker.model_runner, worker.layout)
+    assert worker.compressed_attention().backend == (worker.model_runner, worker.layout)
     assert not vars(worker.model_runner.attn_backend)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_ext.layers.attention.plan_memory import unpin
+from sglang_ext.managers.graph_capture import unpin
 
 
 class Backend(AttentionBackend):

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.attention import quantized_extend
-from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.kernels.hack.integer_prefill import check_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, PromptBatch
+from sglang_ext.layers.attention import quantized_prefill
+from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
+from sglang_ext.layers.kernels.packed.integer_prefill import check_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, PromptBatch
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 DIM, HEADS, QUERY_HEADS, LAYER, WIDTH = 64, 2, 4, 3, 200
 ROWS, KNOWN, LENGTHS = [4, 1, 2], [0, 100, 5], [150, 140, 30]
@@ -34,8 +33,8 @@ class World:
         )  # fmt: skip
         packing = Packing.for_pool(Hack(4), KVBuffers((LAYER,), (0.1,), *((pool,) for pool in self.pools)), 1)
         self.prefill, self.asked, self.written = QuantizedPrefill(packing, 0), [], []
-        monkeypatch.setattr(quantized_extend, "integer_prefill", self._in_pytorch)
-        monkeypatch.setattr(quantized_extend, "write_kv", lambda *given: self.written.append(given))
+        monkeypatch.setattr(quantized_prefill, "integer_prefill", self._in_pytorch)
+        monkeypatch.setattr(quantized_prefill, "write_kv", lambda *given: self.written.append(given))
         QuantizedExtend(runner, self.prefill).install()
         assert self.asked.pop().lengths == [69], "compiled at the start"
         self.seeds = {row: torch.arange(length, dtype=torch.int32) for row, length in zip(ROWS, LENGTHS)}
@@ -104,4 +103,4 @@ def test_pools_that_kernels_do_not_take_are_refused(pool: torch.Tensor, named: s
 def test_the_plan_of_memory_counts_what_codes_take(dim: int, partition: int) -> None:
     packing = Packing.for_pool(Hack(4, partition=partition), KVBuffers((0,), (0.1,), *((torch.zeros(1, 2, dim),) for _ in "kv")), 1)
     made = PromptCodes.empty(packing, 2, 3, torch.device("cpu"))
-    assert sum(part.nbytes for part in made.parts) == 2 * 3 * packing.block_tokens * PromptCodes.token_bytes(dim, dim, partition)
+    assert sum(part.nbytes for part in made) == 2 * 3 * packing.block_tokens * PromptCodes.token_bytes(dim, dim, partition)

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
 
-from sglang_ext.layers.attention.compressed import packed
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention import packed
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.kernels.hack.product import quantize_partitions
+from sglang_ext.layers.kernels.packed.integer_attention import quantize_partitions
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack
 
 DIM, HEADS, GROUP, TOKENS, LAYER, ROW = 64, 2, 3, 210, 7, 5
 SCALING = DIM**-0.5
@@ -38,7 +38,7 @@ class Prompt:
     def attend(self, begin: int = 0, end: int = TOKENS) -> torch.Tensor:
         """What its tokens [begin, end) give."""
         with self.prefill.computing_prompts({ROW: self.seeds[:end]}):
-            assert self.prefill.is_computing(ROW) and not self.prefill.is_computing(ROW + 1)
+            assert ROW in self.prefill.rows and ROW + 1 not in self.prefill.rows
             return self.prefill.attend(LAYER, ROW, self.queries[begin:end], self.keys, self.values, self.slots[:end], SCALING)
 
     def decode(self, place: int) -> torch.Tensor:

@@ -6,10 +6,9 @@ from hopper_emulator import Barrier, Stuck, Turns
 from prefill_checks import Batch
 
 from sglang_ext.layers.kernels.gluon.prefill_steps import PrefillSteps
-from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.hack.specialized_prefill import STAGES
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.packed.integer_prefill import STAGES
 
 
 def batch_of(monkeypatch, partition=64, group=4, capability=(9, 0)):
@@ -21,7 +20,7 @@ def launches(monkeypatch, batch, **asked):
     """Names of what is launched, in order."""
     launched = []
     monkeypatch.setattr(integer_prefill, "_launch_tiles", lambda *given: launched.append("tiles" if given[-1] is None else "exact tokens"))
-    monkeypatch.setattr(specialized_prefill, "attend_to_codes", lambda *given: launched.append("codes"))
+    monkeypatch.setattr(integer_prefill, "attend_to_codes", lambda *given: launched.append("codes"))
     codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, batch.keys.device)
     integer_prefill.attend(batch.prompts, codes, batch.queries, batch.keys, batch.values, 0.1, **asked)
     return launched
@@ -37,7 +36,7 @@ def launches(monkeypatch, batch, **asked):
 )  # fmt: skip
 def test_prompts_on_hopper_whose_blocks_fill_programs_are_taken(monkeypatch, partition, group, capability, taken):
     batch = batch_of(monkeypatch, partition, group, capability)
-    assert specialized_prefill.is_supported(batch.prompts, batch.queries, batch.keys) == taken
+    assert integer_prefill.is_supported(batch.prompts, batch.queries, batch.keys) == taken
     assert launches(monkeypatch, batch) == (["exact tokens", "codes"] if taken else ["tiles"])
 
 
@@ -54,16 +53,16 @@ def test_a_benchmark_gets_the_kernels_that_it_asks_for_or_an_error(monkeypatch):
 
 def test_what_is_left_of_queries_has_the_bytes_that_are_planned(monkeypatch):
     batch = batch_of(monkeypatch)
-    left = specialized_prefill.PrefillQueryCodes.empty(batch.queries, PromptCodes.empty(batch.packing, 1, 2, batch.keys.device))
+    left = integer_prefill.PrefillQueryCodes.empty(batch.queries, PromptCodes.empty(batch.packing, 1, 2, batch.keys.device))
     tokens, heads = batch.queries.shape[:2]
-    assert sum(part.nbytes for part in left.parts) == tokens * heads * specialized_prefill.PrefillQueryCodes.query_bytes(128, 64)
+    assert sum(part.nbytes for part in left) == tokens * heads * integer_prefill.PrefillQueryCodes.query_bytes(128, 64)
 
 
 def test_a_step_has_the_bytes_of_its_parts():
     batch = Batch(4, 64, 128, 1, 4, 1, torch.float16, ((0, 150),), "cpu")
     codes = PromptCodes.empty(batch.packing, 1, 1, batch.keys.device)
     steps = PrefillSteps(64, 128, 128, 1, 4, 64, 4, codes.key_terms.shape[2], codes.value_zeros.shape[2], STAGES[64])
-    assert steps.bytes == sum(part.nbytes for part in codes.parts) and steps.stages * steps.bytes < 227 << 10
+    assert steps.bytes == sum(part.nbytes for part in codes) and steps.stages * steps.bytes < 227 << 10
 
 
 def barriers(*counts):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.layers.attention import verify_graphs
-from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
+from sglang_ext.layers.attention import verify_attention, verify_graphs
+from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import graph_capture
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
     ("requests", "width", "expected"), [(4, 3, 5), (4, 5, 5), (4, 6, 17), (8, 17, 17), (4, 18, None), (9, 3, None)]
 )
 def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
-    graphs = [SimpleNamespace(width=w, fits=lambda requests: requests <= 8) for w in (17, 5)]
+    graphs = [SimpleNamespace(width=w, max_bs=8) for w in (17, 5)]
     found = VerifyGraphSet(graphs).fit(requests, width)
     assert (found and found.width) == expected
 
@@ -86,9 +86,9 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
     )
     model.req_to_token_pool, model.graph_shared_output = SimpleNamespace(size=20), None
     monkeypatch.setattr(graph_capture, "get_batch_sizes_to_capture", lambda model, width: ([n for n in bs if n <= 20], []))
-    monkeypatch.setattr(graph_capture, "VerifyAttention", lambda model: "verifier")
+    monkeypatch.setattr(verify_attention, "VerifyAttention", lambda model: "verifier")
     monkeypatch.setattr(
-        graph_capture, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
+        verify_graphs, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
     )
     windows = windows_with_rings()
     found = graph_capture.capture_verify_graphs(args, model, windows, graph_capture.create_verify_attention(args, model))

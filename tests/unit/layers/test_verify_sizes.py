@@ -8,7 +8,7 @@ from triton.runtime.errors import OutOfResources
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import verify_attention as verifying
-from sglang_ext.layers.kernels.verify_tile_sizes import EXACT, ContextSplits, VerifyTokens, tile_choices, fast_tile, request_groups, partial_buffers
+from sglang_ext.layers.kernels.verify_attention import EXACT, ContextSplits, VerifyTokens, tile_choices, fast_tile, request_groups, partial_buffers
 
 
 @pytest.mark.parametrize(

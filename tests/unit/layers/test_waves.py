@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.layers.attention.compressed.decode_backend import FEWEST_PARTS, MOST_PARTS as MOST_OF_A_ROW
-from sglang_ext.layers.attention.compressed.per_head import pointer_split_counts
-from sglang_ext.layers.kernels.gluon.occupancy import MOST_PARTS, choose_splits
+from sglang_ext.layers.attention.decode_backend import FEWEST_PARTS, MOST_PARTS as MOST_OF_A_ROW
+from sglang_ext.layers.attention.per_head import pointer_split_counts
+from sglang_ext.layers.kernels.packed.packed_decode import MOST_PARTS, choose_splits
 
 # Of an H200, with 132 multiprocessors.
 ROOM = 132 * 8

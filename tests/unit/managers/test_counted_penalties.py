@@ -9,7 +9,7 @@ from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.core import RequestState
-from sglang_ext.managers.spec_decode.penalties import ROWS, Penalties, Penalty, RoundPenalties
+from sglang_ext.managers.spec_decode.penalties import ROWS, Penalties, Penalty
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
@@ -79,6 +79,9 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
         batch = SimpleNamespace(reqs=reqs, enable_overlap=overlapped, sampling_info=SimpleNamespace(vocab_size=VOCABULARY))
         penalized = penalties.for_round(batch, round_)
         along = [[*output, *kept.tokens[row, :held].tolist()] for output, row, held in zip(outputs, round_.rows, gathered)]
+        if penalized is None:
+            assert not any(map(Penalty.of, reqs))
+            continue
         penalized.begin_steps(newest, kept, rows)
         for index in range(steps):
             logits = torch.randn(count, VOCABULARY, generator=noise)
@@ -102,7 +105,7 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
         torch.testing.assert_close(logits[:, :5].reshape(-1, VOCABULARY), expected, rtol=0, atol=0)
         accepted = torch.tensor([data.draw(st.integers(0, 5)) for _ in reqs])
         answers = some(count, 5)
-        penalized.count_output(newest, OutputTokens(answers, accepted, SampledTokens(answers.flatten(), None, [], [])))
+        penalized.count_output(newest, OutputTokens(list(range(count)), answers, accepted, SampledTokens(answers.flatten(), None, [], [])))
         outputs = [[*output, *row[:taken]] for output, row, taken in zip(outputs, answers.tolist(), accepted.tolist())]
         if data.draw(st.booleans()):
             # It was retracted: it has what was put into its output, and a new state.
@@ -130,7 +133,7 @@ def test_a_round_without_penalties_has_nothing_to_count():
     states = [RequestState(rid=str(i), row=i + 1, seed=0) for i in range(2)]
     penalties = Penalties(torch.device("cpu"))
     found = penalties.for_round(SimpleNamespace(reqs=reqs), plan(states, reqs, [[3], [4]], 2, [0, 0]))
-    assert type(found) is RoundPenalties and not len(penalties.counts)
+    assert found is None and not len(penalties.counts)
 
 
 def test_a_row_that_another_request_took_over_begins_anew_and_places_are_used_again():
@@ -141,7 +144,7 @@ def test_a_row_that_another_request_took_over_begins_anew_and_places_are_used_ag
     def begun(rid):
         return penalties.for_round(batch, plan([RequestState(rid=rid, row=1, seed=0)], reqs, [[5]], 1, [0]))
 
-    answers = OutputTokens(torch.tensor([[6, 8]]), torch.tensor([2]), SampledTokens(torch.tensor([6, 8]), None, [], []))
+    answers = OutputTokens([0], torch.tensor([[6, 8]]), torch.tensor([2]), SampledTokens(torch.tensor([6, 8]), None, [], []))
     begun("first").count_output(torch.tensor([5]), answers)
     assert penalties.counts[0].nonzero().flatten().tolist() == [5, 6]
     # Nobody said that the first is gone.

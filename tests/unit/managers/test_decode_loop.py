@@ -5,28 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
-from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState
+from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
 from sglang_ext.layers.forward import KVDraftInput
-from sglang_ext.managers.kv_transfer import timeline
-from sglang_ext.managers.kv_transfer.timeline import TransferTimeline
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.kv_offload.policy import OffloadDecision
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
+from sglang_ext.managers.kv_offload.policy import OffloadDecision
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
+from sglang_ext.managers.kv_transfer import transfer_metrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
+from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
-from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
-from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
-from sglang_ext.managers.spec_decode.round_setup import RoundSetup
-from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.draft import Verifier
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
+from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.round_report import RoundReport
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
+from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.platforms.plain_cpu import run_without_pinning
-from sglang_ext.tp_ranks import TPRanks
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 
@@ -50,10 +51,8 @@ class FakeResidency:
     def __init__(self, away, rounds, bandwidth=1e12, stays=False):
         self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
-        self.tree = SimpleNamespace(
-            reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
-            host=SimpleNamespace(tier=SimpleNamespace(defer_transfers=nullcontext)),
-        )
+        tier = SimpleNamespace(defer_transfers=nullcontext)
+        self.host = SimpleNamespace(link=SimpleNamespace(restored=bandwidth), tier=tier)
         self.load_capacity = 10**6
 
     def collect_loads(self):
@@ -113,32 +112,35 @@ class Toy(DecodeLoop):
     def __init__(self, count, residency, compressed_kv, drafts=DRAFTS, longest=LONGEST):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
-            compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics,
-            requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()),
+            compressed_kv=compressed_kv, lossy=False, features=(), metrics=metrics,
+            requests=SimpleNamespace(
+                count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker(), unprocessed_tokens=UnprocessedTokens()
+            ),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=TPRanks(),
         )
         compressed_kv.rows = count + 1
-        full_kv, policy = ResidentFullKV(), None
+        full_kv = FullKVProvider()
         if residency is not None:
-            full_kv = OffloadedFullKV(VerificationScheduler(PROMPT, residency.load_capacity, horizon=8), residency, 1, drafts_per_load=longest)
+            scheduler = VerificationScheduler(PROMPT, residency.load_capacity, horizon=8)
             policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: OffloadDecision(None, longest))
+            full_kv = OffloadedFullKV(scheduler, residency, 1, longest, policy)
         steps = SimpleNamespace(
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
             verify_sampler=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
-            walks=lambda *_: {},
         )
-        round_timer = RoundTimer(FixedDraftLength(drafts), torch.device("cpu"), metrics)
+        lengths = FixedDraftLength(drafts)
+        round_timer, report = RoundTimer(lengths, torch.device("cpu")), RoundReport(lengths, RoundCosts(), metrics, worker.requests)
         verifier = Verifier(worker, steps, None, None)
         verifier._forward = self.verify
-        super().__init__(worker, round_timer, steps, verifier, RoundSetup(RoundPlanner(longest, drafts), compressed_kv, full_kv), policy)
+        super().__init__(worker, round_timer, steps, verifier, RoundSetup(RoundPlanner(longest, drafts), compressed_kv, full_kv), report)
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
-    def draw(self, batch, round_, tokens, slots, starts, penalized):
+    def draw(self, batch, round_, tokens, slots, starts, penalized, on_first_step):
         drawn = []
         for i, state in enumerate(round_.states):
-            before = self.gathered.tokens[state.row, : round_.num_pending[i]].tolist()
+            before = self.pending_drafts.tokens[state.row, : round_.num_pending[i]].tolist()
             sequence = [*self.committed[state.row], *before]
             assert int(tokens[i]) == sequence[-1] and int(starts[i]) == len(sequence) - 1 == round_.starts[i]
             exact = not round_.reads_compressed(i)
@@ -166,7 +168,7 @@ def rounds(toy, states, reqs, count, late=False):
     """Run rounds; the drafts offered and accepted by each verification. ``late``: outcomes are told a round later, as in SGLang's
     overlapped loop."""
     seen, waiting = [], []
-    toy.worker.requests.of = lambda batch: states
+    toy.worker.requests.states_of = lambda batch: states
     with run_without_pinning(lambda: nullcontext()):
         for _ in range(count):
             lengths = torch.tensor([len(toy.committed[s.row]) - 1 for s in states])
@@ -188,7 +190,7 @@ def rounds(toy, states, reqs, count, late=False):
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             waiting.append((batch, result))
             if not late or len(waiting) > 1:
-                toy.account(*waiting.pop(0))
+                toy.report.account(*waiting.pop(0))
     return seen
 
 
@@ -297,7 +299,7 @@ class Crowded(FakeResidency):
 def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
     rows = range(1, count + 1)
     toy, states, reqs = make(count, away=rows)
-    residency = toy.residency = toy.full_kv.residency = Crowded(rows, took, stays=True)
+    residency = toy.residency = toy.provider.residency = Crowded(rows, took, stays=True)
     residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
     residency.load_capacity = 2 * PROMPT
     seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
@@ -316,7 +318,7 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
-    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.full_kv.scheduler.num_postponed > 0
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.provider.scheduler.num_postponed > 0
     correct(toy)
 
 
@@ -401,10 +403,10 @@ def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.full_kv.scheduler.occupancy.memory > 0
+    assert toy.provider.scheduler.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.full_kv.scheduler.memory_peak == 0 and not toy.full_kv.verifying_rows
+    assert toy.provider.scheduler.memory.peak == 0 and not toy.provider.verifying_rows
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -419,28 +421,28 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     residency = FakeResidency({1}, 1, bandwidth=PROMPT / 2)
     admission = VerificationScheduler(iteration_seconds=1.0, memory=10**6, horizon=16)
     verifications = OffloadedFullKV(admission, residency, bytes_per_token=1, drafts_per_load=8)
-    verifications.on_round_start({}, None)
+    verifications.on_round_start([], {}, None)
     verifications.schedule_verifications({1: 8}, set())
 
     def reserved():
-        return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
+        return sum(admission.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
-    residency.tree.reloads.link.restored *= 1.05
-    verifications.on_round_start({}, None)
-    before = admission._loads.link.mean_occupancy
-    residency.tree.reloads.link.restored /= 4.2
-    verifications.on_round_start({}, None)
-    assert admission._loads.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
+    residency.host.link.restored *= 1.05
+    verifications.on_round_start([], {}, None)
+    before = admission.link.mean_occupancy
+    residency.host.link.restored /= 4.2
+    verifications.on_round_start([], {}, None)
+    assert admission.link.mean_occupancy == pytest.approx(4 * before), "small changes are not followed, this one is"
 
 
 def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
     toy, states, reqs = make(2, full=[2])
     for room, req in enumerate(reqs):
         req.bootstrap_room = room
-    toy.timeline = TransferTimeline(tmp_path / "times")
+    toy.report.timeline = TransferTimeline(tmp_path / "times")
     seen = rounds(toy, states, reqs, 4)
-    events = timeline.read(tmp_path / "times")
+    events = transfer_metrics.read_timeline(tmp_path / "times")
     drafted, verified = ([event for event in events if event.kind == kind] for kind in ("drafted", "verified"))
     assert [(event.number, event.of) for event in drafted] == [(DRAFTS, DRAFTS)] * 4
     assert [(event.room, event.of, event.number) for event in verified] == [(row - 1, offered, accepted) for row, offered, accepted in seen]

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import AcceptanceTracker, RequestState
 from sglang_ext.device import Mark
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import PROBE_SHARE, DraftLength, FixedDraftLength, expected_tokens
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
 from sglang_ext.managers.spec_decode.planner import RoundPlan
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -170,7 +168,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
-        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), KVMetrics("model"), costs=SimpleNamespace(observe=self._observe))
+        self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), costs=SimpleNamespace(observe=self._observe))
         self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []
         self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
@@ -178,8 +176,10 @@ class Machine:
     def _observe(self, load, spent):
         self.seen.append(spent)
 
-    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
+    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0, first=None, compressed=False):
         states, lengths = self.states[batch], [500] * batch
+        for state in states:
+            state.compressor = "snapkv" if compressed else ""
         self.round_timer.start_round(lengths, states)
         self.now += planning
         rows = list(range(len(states)))
@@ -187,7 +187,10 @@ class Machine:
         self.round_timer.on_planned(
             RoundPlan(states, drafts or 2, lengths, rows, row_lens=rows, full_kv_reqs=[] if drafts else rows, remaining=[40] * len(rows), verify_batches=[rows] if drafts else [], **more)
         )
-        self.now += drafting
+        if first is not None:
+            self.now += first
+            self.round_timer.on_first_step()
+        self.now += drafting - (first or 0.0)
         self.round_timer.on_drafted()
         self.now += rest - turnaround
         self.round_timer.on_launched()
@@ -201,9 +204,27 @@ class Machine:
 def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine = Machine(monkeypatch)
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
-    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
-    assert [pytest.approx(tuple(spent)) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
+    for _ in range(2):
+        machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
+    assert [pytest.approx(tuple(spent)[:5]) for spent in machine.times()] == [(4, 0, 50.0, 2.0, 3.0), *[(0, 2, 0.0, 0.0, 0.7)] * 2]
+
+
+def test_the_wait_for_the_plan_of_a_plain_round_between_drafts_is_not_a_plain_step(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2, first=0.8)
+    machine.iterate(0, planning=0.1, drafting=1.5, rest=0.2, first=0.8)
+    assert [spent.plain_step for spent in machine.times()[1:]] == [pytest.approx(0.7), pytest.approx(0.9)]
+
+
+def test_a_single_plain_step_after_drafts_or_a_prefill_has_no_time(monkeypatch):
+    """A request that only stores its prompt decodes one step after its prefill: on an H200 that took twice the time of plain decoding."""
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2)
+    machine.round_timer.interrupt()
+    machine.iterate(0, planning=2.0, drafting=1.5, rest=0.2)
+    assert [spent.plain_step for spent in machine.times()[1:]] == [None, None]
 
 
 def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
@@ -211,7 +232,27 @@ def test_copies_that_each_round_makes_anew_belong_to_its_time(monkeypatch):
     machine.round_timer.compresses_each_round = True
     machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
     machine.round_timer.interrupt()
-    assert machine.times() == [(4, 0, 0.0, 2.0, 53.0)]
+    assert [tuple(spent)[:5] for spent in machine.times()] == [(4, 0, 0.0, 2.0, 53.0)]
+
+
+def test_planning_and_the_wait_for_the_first_step_belong_to_the_rest_of_a_round(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=1.5, drafting=5.0, rest=2.0, first=3.5, compressed=True)
+    machine.round_timer.interrupt()
+    (spent,) = machine.times()
+    assert (spent.compressing, spent.whole) == (0.0, 8.5)
+    assert (spent.draft_step, spent.rest) == pytest.approx((0.5, 6.5))
+
+
+def test_a_single_draft_step_counts_as_a_step_only_before_others_are_known():
+    costs, load = RoundCosts(), BatchLoad.of([1000] * 4)
+    costs.observe(load, RoundTimes(1, 0, 0.0, 5.0, 7.0))
+    assert costs.draft_seconds(load) == pytest.approx(5.0, rel=0.1)
+    for _ in range(3):
+        costs.observe(load, RoundTimes(4, 0, 0.0, 6.5, 8.5, 1.5))
+    assert costs.draft_seconds(load) == pytest.approx(0.5, rel=0.1)
+    costs.observe(load, RoundTimes(1, 0, 0.0, 5.5, 7.5))
+    assert costs.draft_seconds(load) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("other", ["prefill", "other-batch", "none"])
@@ -230,7 +271,7 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
 
 def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     rows = [0, 1]
-    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"), KVMetrics("model"))
+    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"))
     states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
 
     def short(due):
@@ -239,5 +280,5 @@ def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     spent = RoundTimes(num_draft_steps=1, num_plain_steps=0, compressing=0.1, drafting=1.0, whole=1.5)
     assert round_timer._merge_short_rounds(short(False), spent) is round_timer._merge_short_rounds(short(False), spent) is None
     found = round_timer._merge_short_rounds(short(True), spent)
-    assert (found.num_draft_steps, found.drafting, found.whole) == (3, 3.0, 4.5)
+    assert (found.num_draft_steps, found.num_rounds, found.drafting, found.whole) == (3, 3, 3.0, 4.5)
     assert round_timer._merge_short_rounds(short(True), spent) == spent, "the next begins anew"

@@ -7,8 +7,8 @@ import pytest
 
 from sglang_ext.core import SHORT_CONTEXT, SLOWER, RequestState
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedDraftLength
-from sglang_ext.managers.spec_decode.draft_report import DraftReport
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 
@@ -41,13 +41,13 @@ def report_of(lengths, plain=True):
     costs, clock = RoundCosts(), Clock()
     for _ in range(2 * plain):
         costs.observe(BatchLoad.of(LENGTHS), RoundTimes(0, 4, 0.0, 0.0, 4.0))
-    return DraftReport(lengths, costs, Told("model"), clock=clock), clock
+    return RoundReport(lengths, costs, Told("model"), None, clock=clock), clock
 
 
 def draft(report, rounds=4):
     """Rounds of 5 drafts that take 2 s each; of the requests' drafts 5 and 3 are accepted."""
     for _ in range(rounds):
-        report.add_seconds(round_of(5), 2.0)
+        report.on_round_timed(round_of(5), RoundTimes(5, 0, 0.0, 0.0, 2.0))
         report.count_verify(5, 5)
         report.count_verify(5, 3)
         report.on_round_end(round_of(5), 10)

@@ -8,9 +8,25 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import options
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.spec_decode.request_states import SAMPLING_FIELDS, VERIFIED, fallback_reason
-from sglang_ext.managers.worker import KVWorker
+from sglang_ext.managers.spec_decode.request_states import fallback_reason
+from sglang_ext.core import TPRanks
+from sglang_ext.managers.kv_transfer.feature import KVTransfer
 
+VERIFIED = "verified"
+# How a field is served: "verified" (the request is drafted, and verification makes it exact), or the reason why a request that uses the
+# field is served with full KV.
+SAMPLING_FIELDS: dict[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "n"), VERIFIED),
+    # Full KV ("grammar") only if the grammar backend cannot take drafts back.
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), VERIFIED),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"), VERIFIED),
+    # Only custom logit processors read the first one.
+    **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
+    **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
+    # Counted along the drafts (penalties.py).
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), VERIFIED),
+    "min_p": "min-p",
+}
 USED = {"min_p": 0.1}
 
 
@@ -81,9 +97,14 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
 def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
     """As SGLang asks for a second prefill by tokens alone."""
     monkeypatch.setattr(options, "has_early_decoding", lambda args: True)
-    worker = KVWorker.__new__(KVWorker)
-    worker.server_args, worker.loop = None, SimpleNamespace(full_kv="turns")
+    feature = KVTransfer(None)
+    model = SimpleNamespace(layers=1, query_heads=1, head_dim=8)
+    worker = SimpleNamespace(
+        memory=SimpleNamespace(model=model), model_runner=SimpleNamespace(dtype=None), queries=None, ranks=TPRanks(), compressed_kv="there"
+    )
+    feature.on_graphs_captured(worker)
+    full_kv = feature.full_kv_provider(worker, None)
     asked = request(max_new_tokens=8)
     asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)
-    assert worker.arriving_full_kv(asked, None) == (None if given else "turns")
+    assert full_kv is not None and feature.arriving_full_kv(asked, None) is (None if given else full_kv)

@@ -7,9 +7,8 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers import served_methods
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.compressors.kvzip import KVzap
+from sglang_ext.mem_cache.scores import FitRecord, Predictor, model_key
 
 
 def arguments(folder, model, **others):

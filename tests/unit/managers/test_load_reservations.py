@@ -1,9 +1,10 @@
 """A ring never promises more than its capacity, and gives back exactly what was taken."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.load_reservations import ROUNDING, ReservationRing, ReservationError
+from sglang_ext.managers.kv_offload.verification_scheduler import ROUNDING, ReservationError, ReservationRing
 
 HORIZON = 6
 SPANS = st.tuples(st.integers(0, HORIZON - 1), st.integers(0, HORIZON - 1)).map(sorted)

@@ -11,25 +11,23 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.selection import quest_pages
-from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.layers.kernels import quest_pages
+from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers import memory_plan
+from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.memory_plan import ALLOCATION_GRAIN, ReservedMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Quest, Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.scores import FitRecord, Predictor
 from sglang_ext.mem_cache.selection.on_gpu import SCRATCH
 
 GB, MIB = 10**9, 1 << 20
@@ -47,6 +45,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
         **{
             "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None, "disaggregation_mode": "null",
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
+            "kv_budget": None, "kv_more_compressors": ",".join(methods[1:]),
             "kv_head_budgets": "equal", "kv_prefill": "exact", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
             "speculative_num_draft_tokens": draft, "max_speculative_num_draft_tokens": draft,
@@ -55,7 +54,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
         } | flags,
     )  # fmt: skip
     served = ServedMethods((), tuple(method(name) for name in methods), scores)
-    return MemoryPlanner(args, model, served, backend, on_gpu, capability)
+    return MemoryPlanner(args, model, served, backend, on_gpu, capability, load_features(args))
 
 
 def plan(requests=2048, tokens=800_000, **more):
@@ -208,7 +207,8 @@ def test_keys_in_few_bits_are_counted_and_the_pool_is_as_much_smaller_but_no_mor
     assert plan(**spade).key_codes == pytest.approx(800_001 * LLAMA.slot_bytes * share) and "keys in few bits" in str(plan(**spade))
     assert plan(**spade | {"kv_cache_ranks": 1}).key_codes == plan(methods=("snapkv",), kv_score_bits=bits).key_codes == 0
     keys = [torch.zeros(1001, TINY.kv_heads, TINY.head_dim)] * TINY.layers
-    assert SlotCodes(keys, (0, 1), bits).held.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
+    stored = SlotCodes(keys, (0, 1), bits).held
+    assert stored.codes.nbytes + stored.words.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
     room = 64 * MIB
     memory = held(room, **spade)
     tokens = (room - memory.held_bytes) // TINY.slot_bytes
@@ -325,7 +325,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
     monkeypatch.setattr(packed_decode, "capability", lambda keys: capability)
     batch, launched = Batch(4, partition, 128, 1, group, 1, torch.float16, ((0, 150),), "cpu"), []
     monkeypatch.setattr(integer_prefill, "_launch_tiles", lambda *given: launched.append(given[-1]))
-    monkeypatch.setattr(specialized_prefill, "attend_to_codes", lambda *given: None)
+    monkeypatch.setattr(integer_prefill, "attend_to_codes", lambda *given: None)
     codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, batch.keys.device)
     integer_prefill.attend(batch.prompts, codes, batch.queries, batch.keys, batch.values, 0.1)
     (left,) = launched
@@ -334,7 +334,7 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
     packed = tuple(replace(each, quantizer=replace(each.quantizer, partition=partition)) for each in made.served.methods)
     made = replace(made, served=replace(made.served, methods=packed))
     of_keys = 2 * PromptCodes.token_bytes(128, 128, partition)
-    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left.parts) // len(batch.queries)
+    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left) // len(batch.queries)
     assert made.plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + of_queries)
 
 
@@ -343,13 +343,13 @@ def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv
     ranks = {"tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": 128, "v_head_dim": 128}
     monkeypatch.setattr(memory_plan, "first_attention_layer", lambda model: SimpleNamespace(**ranks))
     monkeypatch.setattr(memory_plan, "attention_scaling", lambda model: {0: 0.1})
-    monkeypatch.setattr(packed_decode, "capability", lambda keys: (9, 0))
+    monkeypatch.setattr(memory_plan, "capability", lambda keys: (9, 0))
     config = SimpleNamespace(num_attention_heads=12, vocab_size=50, context_len=8192)
     runner = SimpleNamespace(model=None, model_config=config, dtype=torch.float16, device="cpu")
     asked = planner(**ON_CODES)
     asked.args.get_attention_backends = lambda: ("flashinfer", "flashinfer")
-    made = MemoryPlanner.of(asked.args, runner, asked.served)
+    made = MemoryPlanner.of(asked.args, runner, asked.served, asked.features)
     assert made.capability == (9, 0) and not made.on_gpu
     of_keys = kv_heads * PromptCodes.token_bytes(128, 128, 64)
-    left = heads * specialized_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0
+    left = heads * integer_prefill.PrefillQueryCodes.query_bytes(128, 64) if specialized else 0
     assert replace(made, on_gpu=True).plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + left)

@@ -1,37 +1,40 @@
 """Counters are on the page from the start, at 0, for the labels that are known."""
 
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-
-PROGRAM = """
 from types import SimpleNamespace
+
 import prometheus_client
+
+from sglang_ext.managers.feature import load_features
 from sglang_ext.managers.metrics import KVMetrics
-
-args = SimpleNamespace(
-    served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1,
-    kv_cache_ranks=1,
-    kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="kivi,snapkv:0.125,OWN:0.5",
-)
-metrics = KVMetrics.create(args)
-print(prometheus_client.generate_latest().decode())
-"""
-
 
 # A user's own, which goes by its class.
 OWN = f"{Path(__file__).parents[3]}/examples/key_norm.py:KeyNorm"
 
 
+def first_page() -> str:
+    """The metrics page of a server that has served nothing."""
+    args = SimpleNamespace(
+        served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1, kv_cache_ranks=1,
+        kv_prefill="exact", kv_mode="verified", disaggregation_mode="null",
+        kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=f"kivi,snapkv:0.125,{OWN}:0.5",
+    )  # fmt: skip
+    KVMetrics.create(args, sources=load_features(args))
+    return prometheus_client.generate_latest().decode()
+
+
 def test_series_begin_at_zero() -> None:
-    # The registry is the process's.
-    done = subprocess.run([sys.executable, "-c", PROGRAM.replace("OWN", OWN)], capture_output=True, text=True, check=True)
-    found = set(done.stdout.splitlines())
+    # The registry is the process's, so a fork creates the metrics.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
+        page = apart.submit(first_page).result()
+    found = set(page.splitlines())
     for name in ("drafts", "verifies", "accepted_drafts", "host_loads"):
         assert f'sglang_ext:{name}_total{{model_name="m"}} 0.0' in found
     for compressor in ("snapkv", "kivi", "snapkv:0.125", "KeyNorm:0.5"):
         assert f'sglang_ext:copies_total{{compressor="{compressor}",model_name="m"}} 0.0' in found
-    assert "key_norm.py" not in done.stdout
+    assert "key_norm.py" not in page
     assert 'sglang_ext:fallback_tokens_total{model_name="m",reason="short-context"} 0.0' in found
     assert 'sglang_ext:missed_selections_total{model_name="m",reason="late"} 0.0' in found
     assert 'sglang_ext:accept_length_count{model_name="m"} 0.0' in found

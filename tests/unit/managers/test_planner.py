@@ -5,7 +5,7 @@ from copy import deepcopy
 from hypothesis import given, strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, RETRYABLE, SLOWER, RequestState
-from sglang_ext.managers.spec_decode.planner import SHORT_ROUND, DraftRow, RequestView, RoundPlanner
+from sglang_ext.managers.spec_decode.planner import SHORT_ROUND, RequestView, RoundPlanner
 
 MAX_PENDING, NARROW, ROWS = 12, 8, 100
 
@@ -33,13 +33,13 @@ def round_of(draw):
     outcomes = {
         i: draw(st.sampled_from((0, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION)))
         for i, each in enumerate(views)
-        if planner.may_compress([view.state for view in views], wanted) and each.is_open and planner.wants_compressed(each)
+        if planner.may_compress([view.state for view in views], wanted) and each.is_open and (each.remaining > 1 or planner.lossy)
     }
     return planner, views, wanted, outcomes
 
 
 def complete(planner, drafts, ready=frozenset(), failed=None):
-    rows = {each.row: DraftRow(each.row + ROWS, -each.length // 2) for each in drafts.views}
+    rows = {each.row: (each.row + ROWS, -each.length // 2) for each in drafts.views}
     return planner.verify(drafts, ready, failed or {}, rows)
 
 

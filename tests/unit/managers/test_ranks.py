@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.tp_ranks import RankError, TPRanks
+from sglang_ext.core import RankError, TPRanks
 
 
 def group(size, rank=0, others=()):

@@ -35,7 +35,7 @@ def test_later_chunks_of_a_prompt_are_the_same_request():
     known, req = states(), request()
     first = known.admit(req, 16)
     assert known.admit(req, 48) is first and first.cached_prompt_len == 16
-    assert known.of(SimpleNamespace(reqs=[req])) == [first]
+    assert known.states_of(SimpleNamespace(reqs=[req])) == [first]
 
 
 def test_a_row_that_was_given_back_is_another_request():
@@ -51,8 +51,8 @@ def test_a_request_is_compressed_by_the_method_that_it_asks_for():
     known = states()
     known.admit(request("a", 1), 0)
     known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
-    assert (known.method_index_of(1), known.method_index_of(2)) == (0, 1)
-    assert known.prompt_of(2) == [5, 6, 7] and known.namespace_of(2) == "a salt"
+    assert (known.get(1).method, known.get(2).method) == (0, 1)
+    assert known.get(2).prompt == [5, 6, 7] and known.get(2).namespace == "a salt"
 
 
 @pytest.mark.parametrize("given", ["input_embeds", "positional_embed_overrides"])
@@ -60,7 +60,7 @@ def test_what_kv_depends_on_is_not_known_where_embeddings_take_the_place_of_toke
     known, req = states(), request()
     setattr(req, given, [[0.5, 1.0]])
     known.admit(req, 0)
-    assert known.namespace_of(2) is None
+    assert known.get(2).namespace is None
 
 
 def test_a_row_may_be_nobodys():

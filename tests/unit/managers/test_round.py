@@ -7,29 +7,29 @@ import torch
 from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, CompressedKV, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, RequestState, TPRanks
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
-from sglang_ext.managers.spec_decode.draft_length import FixedDraftLength
-from sglang_ext.managers.spec_decode.round_timer import RoundTimer
-from sglang_ext.managers.spec_decode.penalties import RoundPenalties
+from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer, SelectionInterval
+from sglang_ext.managers.spec_decode.cost_model import RoundCosts
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
+from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
-from sglang_ext.managers.spec_decode.round_setup import RoundSetup
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
 from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
-from sglang_ext.managers.spec_decode.full_kv import ResidentFullKV
 from sglang_ext.mem_cache.compressed.policy import is_compression_near
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.tp_ranks import TPRanks
 
 ROWS = 8
+WITHOUT_GRAMMARS = SimpleNamespace(unprocessed_tokens=UnprocessedTokens())
 
 
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share, each_round, remote_selector, row_sender = 0, 0.25, False, None, None
+    recent, share, each_round, async_selector, row_sender = 0, 0.25, False, None, None
 
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
@@ -84,24 +84,23 @@ def request(missing=40, prompt=0, **more):
 
 
 def loop(compressed_kv=None):
-    metrics = SimpleNamespace(
-        count_drafts=lambda n: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
-        observe_pool=lambda compressed_kv, full_kv: None,
-    )
     compressed_kv = compressed_kv or Views()
     compressed_kv.rows = ROWS
     worker = SimpleNamespace(
-        compressed_kv=compressed_kv, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker()), ranks=TPRanks(),
+        compressed_kv=compressed_kv, lossy=False, features=(), ranks=TPRanks(),
+        requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker(), unprocessed_tokens=UnprocessedTokens()),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
         queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )
-    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"))
+    lengths = FixedDraftLength(4)
+    round_timer, report = RoundTimer(lengths, torch.device("cpu")), RoundReport(lengths, RoundCosts(), KVMetrics("model"), worker.requests, SelectionInterval((1,)))
     steps = StepRunner(worker)
-    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), RoundSetup(RoundPlanner(6, 6), compressed_kv, ResidentFullKV()))
+    setup = RoundSetup(RoundPlanner(6, 6), compressed_kv, FullKVProvider())
+    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), setup, report)
 
 
 def plan(asked, found, wanted, compressed_kv=None, lossy=False):
-    setup = RoundSetup(RoundPlanner(8, 8, lossy), compressed_kv or Views(), ResidentFullKV())
+    setup = RoundSetup(RoundPlanner(8, 8, lossy), compressed_kv or Views(), FullKVProvider())
     return setup.plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
@@ -145,17 +144,17 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
     assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
-    setup = RoundSetup(RoundPlanner(8, 8), Views(lacking=(1,)), ResidentFullKV(), can_get_queries=lambda row: False)
+    setup = RoundSetup(RoundPlanner(8, 8), Views(lacking=(1,)), FullKVProvider(), can_get_queries=lambda row: False)
     assert setup.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
 def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     seen = []
     costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.num_draft_steps))
-    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), KVMetrics("model"), costs=costs)
+    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), costs=costs)
     for lacking in ((1,), (2,), ()):
         found = states(2)
-        planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found), Views(lacking=lacking))
+        planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found)[0], Views(lacking=lacking))
         round_timer.on_planned(planned)
         round_timer.on_drafted()
         round_timer.on_launched()
@@ -213,7 +212,7 @@ def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
 
 
 def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
-    setup, asked = RoundSetup(RoundPlanner(8, 8, separates_full_kv=True), Views(full=(2,)), ResidentFullKV()), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
+    setup, asked = RoundSetup(RoundPlanner(8, 8, separates_full_kv=True), Views(full=(2,)), FullKVProvider()), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
     planned = setup.plan(asked, states(4), [200, 300, 40, 300], 4)
     assert planned.rows[0] == 1 + ROWS and (planned.full_kv_reqs, planned.verify_reqs) == ([], [0, 1, 2, 3]), "all are verified"
     beside = setup.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
@@ -300,9 +299,9 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.verify_sampler = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
     found.round_timer = SimpleNamespace(
-        on_drafted=lambda: None, on_launched=lambda: None, running=None, report=None, selection_interval=SelectionInterval((1,))
+        on_first_step=lambda: None, on_drafted=lambda: None, on_launched=lambda: None, running=None
     )
-    found.worker.requests.of = lambda batch: round_.states
+    found.worker.requests.states_of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
 
@@ -329,7 +328,7 @@ def test_drafts_that_gather_are_no_answers_and_the_next_round_goes_on_after_them
     found, result, order = run(a_round(2, verify_batches=()), (5, 6))
     assert order == [[100], "run"] and result.accept_lens.tolist() == [0]
     assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.plan.states[0].num_pending == 2
-    assert found.gathered.tokens[1, :2].tolist() == [5, 6]
+    assert found.pending_drafts.tokens[1, :2].tolist() == [5, 6]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.integers(0, 2))
@@ -379,14 +378,14 @@ def without_copies():
 def test_a_captured_verification_is_aimed_before_it_is_replayed():
     seen = []
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
-    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=seen.append), compressed_kv=without_copies())
+    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=seen.append), compressed_kv=without_copies(), requests=WITHOUT_GRAMMARS)
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw, walks=lambda *_: {})
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw)
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
-    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, RoundPenalties())
+    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, None)
     assert seen == [(RecordedRows(1, 0, 5, 200), RecordedRows(2, 5, 10, 300)), "replay"]
-    assert part.output_tokens.num_output.tolist() == [4, 3] and part.output_tokens.width == 5, "the graph is wider than the drafts"
+    assert part.num_output.tolist() == [4, 3] and part.width == 5, "the graph is wider than the drafts"
 
 
 def test_the_last_token_does_not_hide_why_full_kv_gave_those_before():
@@ -401,19 +400,19 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     planned = plan(asked, states(4), 4)
     assert planned.num_steps == 4 and planned.remaining == [2, 9, 2, 0]
     assert planned.verify_reqs == [0, 1] and [planned.num_output_tokens(i) for i in planned.full_kv_reqs] == [2, 0]
-    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=lambda recorded: None), compressed_kv=without_copies())
+    worker = SimpleNamespace(queries=SimpleNamespace(set_targets=lambda recorded: None), compressed_kv=without_copies(), requests=WITHOUT_GRAMMARS)
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw, walks=lambda *_: {})
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw)
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
-    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, RoundPenalties())
-    assert part.output_tokens.num_output.tolist() == [2, 5]
+    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, None)
+    assert part.num_output.tolist() == [2, 5]
 
 
 def test_a_draft_after_the_end_of_an_output_counts_neither_as_right_nor_as_wrong():
     found, result, _ = outcome([1, 2], [1, 2, 0])
     result.accept_lens, result.finished_early = torch.tensor([2]), {0}
-    found.account(batch([100]), result)
+    found.report.account(batch([100]), result)
     state = result.plan.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 1, 1)
 
@@ -427,14 +426,14 @@ def test_counts_leave_out_requests_that_ended_before():
     found, result, _ = outcome([1, 2], [1, 2, 0])
     ended = request()
     ended.finished = lambda: True
-    found.account(batch([100], [ended]), result)
+    found.report.account(batch([100], [ended]), result)
     assert result.plan.states[0].verifies == 0
-    found.account(batch([100]), result)
+    found.report.account(batch([100]), result)
     state = result.plan.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
 
 
-class Anchors(ResidentFullKV):
+class Anchors(FullKVProvider):
     """Rows whose residual is on its way, and those of them where it came."""
 
     def __init__(self, early, here=()):

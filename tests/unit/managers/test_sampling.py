@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch._dynamo
+from held_entries import held_entries
 from sglang.srt.layers import sampler
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -103,18 +104,23 @@ def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
 def test_so_many_samplings_are_kept_and_no_more():
     asked, states = batch((SamplingParams(temperature=0),) * 2, **PLAIN), [object(), object()]
     cache = SamplerCache(model_runner=None, most=3)
-    for width in range(1, 20):
-        kept(asked, cache, states, width=width)
-        assert len(cache._kept) <= 3
+    for first in range(1, 20, 3):
+        made = {width: kept(asked, cache, states, width=width) for width in range(first, first + 3)}
+        assert all(kept(asked, cache, states, width=width) is each for width, each in made.items())
+        # A fourth one leaves none of those before.
+        kept(asked, cache, states, width=100 + first)
+        assert all(kept(asked, cache, states, width=width) is not each for width, each in made.items())
+        cache = SamplerCache(model_runner=None, most=3)
 
 
 def test_nothing_as_large_as_logits_is_kept():
     """A bias has a number for each token of the vocabulary: kept for each row of 64 samplings it would be gigabytes, charged to nobody."""
     plain = {**PLAIN, "logit_bias": torch.arange(16.0).view(2, 8)}
     asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplerCache(model_runner=None), [object(), object()]
+    empty = held_entries(cache)
     made = kept(asked, cache, states)
     assert made.groups[0].batch.sampling_info.logit_bias.shape == (4, 8)
-    assert kept(asked, cache, states) is not made and not cache._kept
+    assert kept(asked, cache, states) is not made and held_entries(cache) == empty
 
 
 def test_rows_of_one_route_with_and_without_shared_noise_are_drawn_apart():

@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 
-from sglang_ext.managers.spec_decode.draft_length import expected_tokens
-from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
-from sglang_ext.managers.spec_decode.selection_interval import SelectionInterval
+from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
+from sglang_ext.managers.spec_decode.round_timer import SelectionInterval
 
 INTERVALS, DRAFTS, LOAD = (16, 8, 4, 2, 1), 15, BatchLoad.of([8000] * 4)
 
@@ -20,7 +19,7 @@ def run(chooser, selection, acceptance, rounds=400):
         every = chooser.choose(costs, LOAD, DRAFTS)
         found.append(every)
         drafting = DRAFTS * (1 + selection / every)
-        costs.observe(LOAD._replace(every=every), RoundTimes(DRAFTS, 0, 0.0, drafting, drafting + 2))
+        costs.observe(LOAD._replace(selection_interval=every), RoundTimes(DRAFTS, 0, 0.0, drafting, drafting + 2))
         for _ in range(LOAD.requests):
             accepted = next((each for each in range(DRAFTS) if noise.random() >= acceptance[every]), DRAFTS)
             chooser.observe(every, DRAFTS, accepted)

@@ -7,8 +7,7 @@ import torch
 
 from sglang_ext.config import request_params
 from sglang_ext.hooks import frontend
-from sglang_ext.managers.simulated_acceptance import SimulatedAcceptance
-from sglang_ext.managers.spec_decode.draft import Verifier
+from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, Verifier
 
 
 def simulation(probability):

@@ -18,6 +18,9 @@ class Beside:
     def on_round_start(self, forwards, selection_interval):
         self.told.append(("begun", forwards, selection_interval))
 
+    def observe_step(self, compressed_kv, ends, following):
+        self.told.append(("steps", following))
+
     def on_step_end(self, compressed_kv, ends, following):
         self.told.append(("stepped", following))
 
@@ -38,7 +41,7 @@ class OnFullKV(StepRunner):
 @pytest.mark.parametrize("lossy", [False, True], ids=["verified", "lossy"])
 def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verifications(lossy):
     beside = Beside()
-    compressed_kv = SimpleNamespace(token_table=torch.zeros(4, 40, dtype=torch.int32), async_selector=beside, remote_selector=None, method=None)
+    compressed_kv = SimpleNamespace(token_table=torch.zeros(4, 40, dtype=torch.int32), async_selector=beside, method=None)
     queries = SimpleNamespace(recording=lambda rows, watch: nullcontext(), has_step_queries=False)
     worker = SimpleNamespace(compressed_kv=compressed_kv, queries=queries, lossy=lossy)
     round_ = SimpleNamespace(
@@ -48,7 +51,10 @@ def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verif
     rows = torch.tensor([1, 2])
     batch = SimpleNamespace(req_pool_indices=rows, seq_lens=rows + 6)
     penalized = SimpleNamespace(penalize_step=lambda index, tokens, logits: None)
-    found = OnFullKV(worker).run(batch, round_, rows, torch.zeros(2, 4, dtype=torch.int64), rows + 6, penalized)
+    launched: list[list[tuple]] = []
+    slots = torch.zeros(2, 4, dtype=torch.int64)
+    found = OnFullKV(worker).run(batch, round_, rows, slots, rows + 6, penalized, lambda: launched.append([*beside.told]))
     assert len(found) == 3
     left = [None] * 3 if lossy else [2, 1, 0]
-    assert beside.told == [("begun", 3 if lossy else 4, 4), *(("stepped", following) for following in left)]
+    assert beside.told == [("begun", 3 if lossy else 4, 4), *((what, following) for following in left for what in ("steps", "stepped"))]
+    assert launched == [beside.told[:3]], "once, after the first step"

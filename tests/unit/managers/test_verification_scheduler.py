@@ -6,21 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler, VerificationScheduleError, VerificationSlot
+from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduleError, VerificationScheduler, VerificationSlot
 
 W = 24
 EPSILON = 1e-6
 
 
 def state(admission):
-    loads = admission._loads
-    return [(loads.link.reserved(i), loads.memory.reserved(i)) for i in range(loads.link.horizon)]
+    return [(admission.link.reserved(i), admission.memory.reserved(i)) for i in range(admission.link.horizon)]
 
 
 def check(admission):
     """Neither the link nor the memory is promised twice."""
     for seconds, tokens in state(admission):
-        assert seconds <= admission.iteration_seconds + EPSILON and tokens <= admission.memory + EPSILON
+        assert seconds <= admission.link.capacity + EPSILON and tokens <= admission.memory.capacity + EPSILON
 
 
 class Link:
@@ -119,11 +118,11 @@ def test_where_memory_is_scarcer_than_the_link_loads_do_not_begin_early_to_join_
 
 def test_a_load_is_not_placed_inside_a_longer_one():
     admission = VerificationScheduler(1.0, 100.0, 12)
-    admission._loads.link.reserve(0.2, 4, 4)
+    admission.link.reserve(0.2, 4, 4)
     assert admission.admit("long", 3.6, 1, 6) == VerificationSlot(2, 6)
-    admission._loads.link.release(0.2, 4, 4)
+    admission.link.release(0.2, 4, 4)
     # Iteration 4 has 0.2 seconds left, but a link that began with the long load brings this one only in iteration 5.
-    assert admission._loads.link.free(4) == pytest.approx(0.2)
+    assert admission.link.free(4) == pytest.approx(0.2)
     assert admission.admit("short", 0.2, 1, 5) == VerificationSlot(6, 7)
 
 
@@ -131,7 +130,7 @@ def test_memory_is_held_from_the_start_of_a_load_until_its_verification():
     admission = VerificationScheduler(1.0, 10.0, 12)
     admission.admit("a", 2.0, 6, 5)
     assert [tokens for _, tokens in state(admission)] == [0, 0, 0, 6, 6, 6, 0, 0, 0, 0, 0, 0]
-    assert admission.memory_peak == 6
+    assert admission.memory.peak == 6
     assert admission.admit("b", 0.1, 6, 5) == VerificationSlot(6, 7), "beside it there is no room, though the link is free"
     for _ in range(5):
         admission.advance()
@@ -226,7 +225,7 @@ def test_measured_times_change_what_fits_and_lose_nothing():
     admission = VerificationScheduler(1.0, 10.0, 8)
     admission.admit("a", 1.6, 4, 4)
     before = state(admission)
-    admission.iteration_seconds, admission.memory = 2.0, 5.0
+    admission.link.capacity, admission.memory.capacity = 2.0, 5.0
     assert state(admission) == before
     assert admission.admit("b", 3.0, 1, 4) == VerificationSlot(1, 4), "each iteration has 2 seconds, of which a takes 0.6 and 1"
     admission.rescale_link(2.0)

@@ -11,8 +11,8 @@ from tiered_helpers import World, kv_of
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, LaunchedTransfer, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
+from sglang_ext.core import TPRanks
 
 A = list(range(1, 13))
 
@@ -83,7 +83,7 @@ def slowed(world, seconds):
 def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
         world, seen = World(), []
-        world.cache.use_host(world.tier, ranks, FaultInjector(3, loads=ranks.rank))
+        world.cache.use_host(world.tier, ranks=ranks, faults=FaultInjector(3, loads=ranks.rank))
         slowed(world, 0.02 * ranks.rank)
         for turn in range(6):
             tokens = [*A, 20 + turn, 40 + turn]
@@ -94,12 +94,12 @@ def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
                 world.cache.host.back_up(node)
             freed = []
             while sum(freed) < leaf.end:
-                world.cache.reloads.collect_loads(node.store for node in path(leaf) if node.store is not None)
+                world.cache.host.collect_loads(node.store for node in path(leaf) if node.store is not None)
                 freed.append(sum(world.cache.host.drop_device(node) for node in path(leaf)))
             indices, last = world.bring(world.match(tokens))
             assert torch.equal(world.kv[indices, 0, 0], kv_of(tokens)[: last.end])
             seen.append((freed, last.end, sorted(world.tiers().items())))
-        return seen, world.cache.reloads.failed_pages, world.cache.reloads.faults.loads
+        return seen, world.cache.host.failed_pages, world.cache.host.faults.loads
 
     one, other = on_ranks(2, work)
     assert one[0] == other[0]

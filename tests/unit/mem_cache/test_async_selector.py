@@ -7,20 +7,20 @@ import torch
 from test_pointer_layout import guided_views, led_to
 from test_views import DIM, HEADS, LAYERS
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import NO_QUERIES, RequestState
 from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels import select_tokens
 from sglang_ext.layers.kernels.select_tokens import kernel_lengths
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.managers.spec_decode.draft import StepRunner
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, StreamSelector, compile_lengths
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks, StreamSelector, compile_lengths
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors import top_positions
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import shares
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 
 class InPyTorch:
@@ -65,18 +65,18 @@ class Late(SideStream):
             self.waiting.pop(0)()
 
 
-def world(method, late=False):
+def world(method, late=False, selector=None):
     """Views of a request in row 1 with a copy of 150 tokens, chosen beside steps; what a step does, and what its queries choose."""
     compressed_kv, keep = guided_views(method)
     compressed_kv.queries = QueryWindows(method.window, range(LAYERS), max(1, method.every))
     compressed_kv.queries.allocate(2, HEADS, DIM, torch.empty(0))
-    compressed_kv.async_selector = StreamSelector(compressed_kv.methods[0], compressed_kv.token_table, InPyTorch(compressed_kv), compressed_kv.queries)
-    if late:
-        compressed_kv.async_selector._side = Late()
+    compressed_kv.async_selector = StreamSelector(compressed_kv.methods[0], compressed_kv.token_table, selector or InPyTorch(compressed_kv), compressed_kv.queries)
+    side = compressed_kv.async_selector._side = Late() if late else SideStream(torch.device("cpu"))
     keep(range(150 - method.window, 150), 1)
     assert copy(compressed_kv, 150) == 0
 
     def step(position, following=None):
+        """One step; ``step.side`` is the stream beside it."""
         keep(range(position, position + 1), position)
         compressed_kv.async_selector.on_step_end(compressed_kv, {1: position + 1}, following)
 
@@ -87,6 +87,7 @@ def world(method, late=False):
         kept = chosen_by(compressed_kv, queries.transpose(1, 2)[None], positions[None], *asked)
         return [compressed_kv.token_table[1].long()[of_layer].tolist() for of_layer in kept]
 
+    step.side = side
     return compressed_kv, step, expected
 
 
@@ -99,7 +100,7 @@ def copy(compressed_kv, length):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("predictor", [CurrentQuery(), RegressedQuery()], ids=lambda each: each.name)
 def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor, every, late):
-    compressed_kv, step, expected = world(Spade(predictor, every, each_round=False), late)
+    compressed_kv, step, expected = world(Spade(predictor, every=every, each_round=False), late)
     first, wanted = led_to(compressed_kv), {}
     for position in range(150, 150 + 6 * every):
         step(position)
@@ -125,11 +126,9 @@ def test_a_round_selects_at_the_interval_that_was_chosen_for_it(every):
 
 
 def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
-    compressed_kv, step, _ = world(Spade(every=3, each_round=False))
     told = []
-    compressed_kv.async_selector._selector = SimpleNamespace(
-        choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1
-    )
+    selector = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead), buffers=None, query_heads=1)
+    compressed_kv, step, _ = world(Spade(every=3, each_round=False), selector=selector)
     compressed_kv.async_selector.compile_kernels()
     for position in range(150, 153):
         step(position)
@@ -158,11 +157,11 @@ def test_a_gpu_compiles_ahead_for_contexts_as_long_as_a_row_of_the_table(monkeyp
 def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():
     compressed_kv, step, _ = world(Spade(each_round=False), late=True)
     told, free = [], compressed_kv.allocator.free
-    compressed_kv.allocator.free = lambda slots: (told.append(("free", list(compressed_kv.async_selector._side.waiting))), free(slots))
+    compressed_kv.allocator.free = lambda slots: (told.append(("free", list(step.side.waiting))), free(slots))
     before, view = compressed_kv.allocator.available_size(), compressed_kv.get(1)
     assert len(view.back_slots) == len(view.own) and compressed_kv.owned_slot_count == 2 * len(view.own) == len(compressed_kv.all_slots().unique())
     step(150)
-    assert len(compressed_kv.async_selector._side.waiting) == 1
+    assert len(step.side.waiting) == 1
     compressed_kv.release_compressed_kv(1)
     assert told == [("free", [])], "nothing is under way any more"
     assert compressed_kv.allocator.available_size() == before + 2 * len(view.own)
@@ -172,9 +171,9 @@ def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():
 def test_a_copy_that_is_made_anew_drops_what_is_under_way():
     compressed_kv, step, _ = world(Spade(), late=True)
     step(150, following=2)
-    assert compressed_kv.async_selector._side.waiting
+    assert step.side.waiting
     assert copy(compressed_kv, 151) == 0
-    assert compressed_kv.get(1).covered == 151 and not compressed_kv.async_selector._side.waiting
+    assert compressed_kv.get(1).covered == 151 and not step.side.waiting
     made = led_to(compressed_kv)
     step(151, following=0)
     assert led_to(compressed_kv) == made, "it was not of this copy"
@@ -183,8 +182,8 @@ def test_a_copy_that_is_made_anew_drops_what_is_under_way():
 def test_within_a_round_that_ends_in_a_verification_nothing_is_chosen_that_no_step_reads():
     compressed_kv, step, _ = world(Spade(every=2))
     launched = []
-    launch = compressed_kv.async_selector._side.launch
-    compressed_kv.async_selector._side.launch = lambda work, read: launched.append(position) or launch(work, read)
+    launch = step.side.launch
+    step.side.launch = lambda work, read: launched.append(position) or launch(work, read)
     for position in range(150, 158):
         step(position, following=157 - position)
     # Of the last one, position 153, steps from 156 on are led: the copy leads to it after 155.
@@ -203,19 +202,25 @@ def test_where_nothing_is_verified_a_copy_grows_when_many_exact_tokens_follow_it
 
 def test_requests_whose_windows_differ_are_chosen_for_apart():
     compressed_kv, step, expected = world(Spade(RegressedQuery(), each_round=False))
-    compressed_kv.token_table[2, :100] = compressed_kv.token_table[1, 50:150]
-    queries = torch.randn(3, HEADS, DIM)
-    with compressed_kv.queries.recording((RecordedRows(2, 0, 3, 97),)):
-        for layer in range(LAYERS):
-            compressed_kv.queries.record(layer, queries)
-    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 100, 0) != 0, "too few queries"
-    compressed_kv._by_row[2] = compressed_kv._by_row[1].__class__(compressed_kv._slots_for(torch.empty(0).long(), 10, 0), 100, own_tokens=20, own_packed=5)
-    compressed_kv.get(2).own, compressed_kv.get(2).back_slots = compressed_kv.get(2).own[:5], compressed_kv.get(2).own[5:]
+    compressed_kv.token_table[2, :150] = compressed_kv.token_table[1, :150]
+
+    def leave_queries(count):
+        """Queries of the newest tokens of the request in row 2, and none before."""
+        compressed_kv.queries.forget(2)
+        with compressed_kv.queries.recording((RecordedRows(2, 0, count, 150 - count),)):
+            for layer in range(LAYERS):
+                compressed_kv.queries.record(layer, torch.randn(count, HEADS, DIM))
+
+    leave_queries(3)
+    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 150, 0) == NO_QUERIES
+    leave_queries(17)
+    assert ensure_compressed_kv(compressed_kv, SimpleNamespace(last_node=None), RequestState(rid="s", row=2, seed=0), 150, 0) == 0
+    leave_queries(3)
     step(150)
-    wanted, windows, launch = expected(151), [], compressed_kv.async_selector._side.launch
-    compressed_kv.async_selector._side.launch = lambda work, read: windows.append(tuple(read[-1].shape)) or launch(work, read)
-    compressed_kv.async_selector.on_step_end(compressed_kv, {1: 151, 2: 100}, None)
-    assert led_to(compressed_kv) == wanted and set(compressed_kv.async_selector._in_progress) == {1, 2}
+    wanted, windows, launch = expected(151), [], step.side.launch
+    step.side.launch = lambda work, read: windows.append(tuple(read[-1].shape)) or launch(work, read)
+    compressed_kv.async_selector.on_step_end(compressed_kv, {1: 151, 2: 150}, None)
+    assert led_to(compressed_kv) == wanted
     assert windows == [(1, 17), (1, 3)]
 
 
@@ -347,3 +352,11 @@ def test_whoever_asks_is_told_where_processes_have_come_or_gone_though_no_reques
     compressed_kv.poll()
     compressed_kv.poll()
     assert told == [(0, 1)], "once"
+
+
+def test_requests_go_where_most_is_free_and_what_one_takes_is_not_the_nexts():
+    free = FreeBlocks([3, 2], 64, [9, 9])
+    assert [free.take(tokens) for tokens in (128, 129, 128, 65, 64, 1)] == [True, False, True, False, True, False]
+    assert free.blocks == [0, 0] and not FreeBlocks([], 64, []).take(0)
+    few = FreeBlocks([3, 2], 64, [1, 0])
+    assert [few.take(64) for _ in range(2)] == [True, False] and few.blocks == [2, 2], "the other takes no request"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.checksums import FIRST_TOKEN, PageChecksums, as_words, odd_weights
+from sglang_ext.mem_cache.host_tier.tier import FIRST_TOKEN, PageChecksums, odd_weights
+from sglang_ext.mem_cache.host_tier.host_pool import as_words
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = 2, 12, 2, 8, 4
 

@@ -7,18 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, CompressedKV, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, RequestState
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.policy import REFRESH_AFTER, is_compression_near, ensure_compressed_kv, max_tail, refresh_position
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
-    recent, window, remote_selector, row_sender = 0, 32, None, None
+    recent, window, async_selector, row_sender = 0, 32, None, None
 
     def method(self, row):
         compressor = SimpleNamespace(follows_queries=False, window=self.window)
@@ -55,6 +56,12 @@ class FakeViews:
     def write_tail(self, row, end):
         pass
 
+    def can_lack_full_kv(self, row):
+        return False
+
+    def release_compressed_kv(self, row):
+        self.copies.pop(row, None)
+
 
 def state(row=1):
     return RequestState(rid=f"r{row}", row=row, seed=0)
@@ -72,21 +79,33 @@ def test_a_short_context_is_served_with_full_kv_until_it_grows():
 
 
 @pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize(("every", "beside"), [(1, False), (4, False), (64, False), (1, True)])
-def test_no_more_tokens_follow_a_copy_than_is_said_where_full_kv_is_given_back(every, beside, page):
-    method, context = CompressionMethod(Spade(every=every, each_round=False), 0.25, PlainSlots(page)), 4096
+def test_no_more_tokens_follow_a_copy_than_is_said_where_full_kv_is_given_back(page):
+    method, context = CompressionMethod(Spade(each_round=False), 0.25, PlainSlots(page)), 4096
     none, most, given, view = torch.zeros(0, dtype=torch.int64), 0, None, None
     for length in range(512, context, PLAIN_STEPS):
         if view is not None:
             given = view.covered
         if view is None or length >= refresh_position(view, method.compressor):
             covered = method.covered(length)
-            view = CompressedKV(torch.zeros(method.num_kept(covered), dtype=torch.int64), covered, back_slots=none if beside else None)
+            view = CompressedKV(torch.zeros(method.num_kept(covered), dtype=torch.int64), covered, back_slots=none)
         if given is not None:
             # With those that the round writes.
             most = max(most, length + PLAIN_STEPS - given)
-    said = max_tail(method, page, context, beside)
+    said = max_tail(method, page, context)
     assert said - page - PLAIN_STEPS <= most <= said, "and not much fewer"
+
+
+def test_where_nothing_can_select_tokens_full_kv_is_read_until_something_can():
+    compressed_kv, one, asked = FakeViews(), state(), []
+    compressed_kv.async_selector = SimpleNamespace(must_read_full_kv=lambda *given: asked.append(given) or len(asked) in (1, 3))
+    assert ensure(compressed_kv, one, MIN_CONTEXT - 1) == "short-context" and not asked
+    assert ensure(compressed_kv, one, 400) == "no-selection" and not compressed_kv.copies
+    assert ensure(compressed_kv, one, 401) == "none"
+    assert ensure(compressed_kv, one, 402) == "no-selection" and not compressed_kv.copies
+    assert ensure(compressed_kv, one, 403) == "none" and asked == [(1, length) for length in (400, 401, 402, 403)]
+    compressed_kv.can_lack_full_kv = lambda row: True
+    asked.clear()
+    assert ensure(compressed_kv, one, 404) == "none" and not asked, "it has no full KV here"
 
 
 def test_no_free_slots_is_served_with_full_kv():

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.copy_streams import LastTransfers, DoubleBuffer
-from sglang_ext.mem_cache.host_tier.pieces import LayerCopies
+from sglang_ext.mem_cache.host_tier.transfers import LastTransfers, DoubleBuffer
+from sglang_ext.mem_cache.host_tier.page_copies import LayerCopies
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 
@@ -104,11 +104,11 @@ def test_of_transfers_that_ended_nothing_is_remembered_though_nobody_asks():
     last = LastTransfers(8)
     for index in range(1000):
         last.note(torch.tensor([index % 8]), TracedMark(Counter(), reached=True))
-    assert last.remembered == 1, "the newest, which had not been seen to end"
+    assert len(last.running) == 1, "the newest, which had not been seen to end"
     for _ in range(3):
         last.note(torch.tensor([0]), TracedMark(Counter()))
     last.note(torch.tensor([0]), TracedMark(Counter(), reached=True))
-    assert last.remembered == 4, "those that run, and what came after them"
+    assert len(last.running) == 4, "those that run, and what came after them"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, top_positions
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
+from sglang_ext.mem_cache.compressors.attention_scores import ExpectedAttention
 
 TOKENS, HEADS, GROUP, DIM, WINDOW = 40, 2, 3, 8, 12
 ROTARY = Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02]))
@@ -32,7 +32,7 @@ def layer(first_query=TOKENS - WINDOW):
 
 def test_scores_match_a_float64_loop_over_heads_and_keys():
     data, plain = layer()
-    scores = ExpectedAttention(coming=6, sinks=4, epsilon=0.01, block=16).scores(data)
+    scores = ExpectedAttention(coming=6, sinks=4, block=16).scores(data)
     rotation = sum(torch.stack([rotated(unit, p) for unit in torch.eye(DIM)], dim=1) for p in range(TOKENS, TOKENS + 6)) / 6
     for head in range(HEADS):
         attention = torch.zeros(GROUP, TOKENS - 4, dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_scores_match_a_float64_loop_over_heads_and_keys():
             mean, covariance = rotation @ queries.mean(0), rotation @ queries.t().cov(correction=0) @ rotation.t()
             for place, key in enumerate(data.keys[4:, head].double()):
                 attention[member, place] = key @ mean / DIM**0.5 + key @ covariance @ key / (2 * DIM)
-        expected = (attention.softmax(-1).mean(0) + 0.01) * data.values[4:, head].double().norm(dim=-1)
+        expected = attention.softmax(-1).mean(0) * data.values[4:, head].double().norm(dim=-1)
         torch.testing.assert_close(scores[head, 4:].double(), expected, atol=1e-6, rtol=1e-4)
 
 

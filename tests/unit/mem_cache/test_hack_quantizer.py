@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PAGE, BlockLayout, lane, noise, token_seeds
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import PAGE, lane, noise, token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, stored_below, whole
-from sglang_ext.mem_cache.compressors.hack import Hack
+from sglang_ext.mem_cache.compressors.quantizer import grouped, whole
+from sglang_ext.mem_cache.compressors.integer_quantizers import Hack, stored_below
 
 CPU = torch.device("cpu")
 SIZES = [(bits, partition) for bits in (4, 2) for partition in (32, 64, 128)]

@@ -13,9 +13,8 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.kvzip import StoredScores
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.compressors.kvzip import KVzap, StoredScores
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
@@ -111,11 +110,6 @@ def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, c
     # As SGLang then chooses.
     args.attention_backend = args.attention_backend or ("torch_native" if args.device == "cpu" else "fa3")
     method_options.check_head_budgets(args)
-
-
-def test_uneven_heads_are_refused_beside_other_methods():
-    with pytest.raises(OptionError, match="adaptive' with --kv-more-compressors snapkv:0.5: .* or leave"):
-        method_options.resolve_head_budgets(adaptive_args(kv_more_compressors="snapkv:0.5"))
 
 
 @pytest.mark.parametrize(

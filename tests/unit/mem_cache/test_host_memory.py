@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from argument_helpers import arguments
 
 from sglang_ext import flag_checks
 from sglang_ext.config.options import ranks_per_host
@@ -99,11 +100,8 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
     model = SimpleNamespace(
         get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32, context_len=2048
     )
-    args = SimpleNamespace(
-        kv_mode="verified", kv_compressor="snapkv", kv_prefill="exact", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1,
-        chunked_prefill_size=2048, disaggregation_mode="null", preferred_sampling_params=None, kv_sparse_from=0,
-        get_model_config=lambda: model,
-    )
+    args = arguments(kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1, chunked_prefill_size=2048, device="cpu")
+    args.get_model_config = lambda: model
     assert ranks_per_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):
         flag_checks.check_resolved(args)

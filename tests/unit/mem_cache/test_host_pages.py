@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.host_tier.host_pages import HostPageError, HostPages
-from sglang_ext.mem_cache.host_tier.pieces import PageRun, pieces, runs
+from sglang_ext.mem_cache.host_tier.host_pool import HostPageError, HostPages
+from sglang_ext.mem_cache.host_tier.host_pool import PageRun, runs
+from sglang_ext.mem_cache.host_tier.page_copies import pieces
 
 COUNT = 24
 

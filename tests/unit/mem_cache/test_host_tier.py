@@ -10,12 +10,11 @@ from hypothesis import given, settings, strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
+from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.pieces import pieces
-from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
+from sglang_ext.mem_cache.host_tier.page_copies import pieces
+from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth, staging_bytes
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, TransferError
-from sglang_ext.mem_cache.prefix_cache.reloads import TransferBandwidth
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 

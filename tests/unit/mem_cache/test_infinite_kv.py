@@ -4,16 +4,13 @@ import pytest
 import torch
 from packed_helpers import KINDS, frequencies
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+from sglang_ext.mem_cache.compressors.compressor import ContextKV, Part
+from sglang_ext.mem_cache.compressors.attention_scores import ExpectedAttention, SinkRecent, SnapKV, VerifyGuided
 
 INFINITE = [(kind, sign * float("inf")) for kind in ("keys", "values") for sign in (1, -1)]
 

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention, frequencies, meant, packed_pool, turned
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, BlockLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import nearest
-from sglang_ext.mem_cache.compressors.kvquant import farthest, greatest, levels_of
+from sglang_ext.mem_cache.compressors.level_quantizers import farthest, greatest, levels_of, nearest
 
 TOKENS, HEADS, DIM = 128, 2, 64
 

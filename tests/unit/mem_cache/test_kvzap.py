@@ -12,9 +12,9 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores, attention_owners
 from sglang_ext.mem_cache.compressors import ContextKV, Part
-from sglang_ext.mem_cache.compressors.kvzap import KVzap
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
+from sglang_ext.mem_cache.compressors.kvzip import KVzap
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
+from sglang_ext.mem_cache.scores import FitRecord, Predictor
 
 LAYERS, HEADS, HIDDEN, SLOTS = 2, 2, 6, 400
 UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,) * LAYERS, (0.0,) * LAYERS)

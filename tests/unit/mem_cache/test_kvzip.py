@@ -8,11 +8,19 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressors.kvzip import KVzip, StoredScores
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.scores.score_files import ScoredDocument, ScoreFile, ScoreFileError, chain, write
-from sglang_ext.mem_cache.scores.index import MIN_MATCH, ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.mem_cache.compressors.kvzip import (
+    MIN_MATCH,
+    KVzip,
+    ScoreFile,
+    ScoreFileError,
+    ScoreIndex,
+    ScoredDocument,
+    StoredScores,
+    page_hashes,
+    write_scores,
+)
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
+from sglang_ext.mem_cache.scores import model_folder, model_key
 
 LAYERS, HEADS, DIM = 2, 2, 4
 TOKENS = list(range(1000, 1200))
@@ -22,7 +30,7 @@ def store(folder, tokens=TOKENS, model="m", layers=LAYERS, seed=0):
     """A document's file, and its scores as they are stored."""
     document = ScoredDocument.from_tokens(tokens, model, "kvzip", {"chunk": 64})
     scores = torch.rand(layers, HEADS, len(tokens), generator=torch.Generator().manual_seed(seed))
-    return write(folder, document, scores), scores[..., : document.tokens].half()
+    return write_scores(folder, document, scores), scores[..., : document.tokens].half()
 
 
 def index(folder):
@@ -41,7 +49,7 @@ def context(prompt, tokens):
 @given(st.lists(st.integers(0, 2**31), max_size=80), st.integers(0, 79), st.integers(1, 9))
 def test_a_changed_token_changes_the_hashes_of_its_page_and_of_all_after_it(tokens, place, change):
     changed = [token + change * (i == place) for i, token in enumerate(tokens)]
-    same = [a == b for a, b in zip(chain(tokens), chain(changed))]
+    same = [a == b for a, b in zip(page_hashes(tokens), page_hashes(changed))]
     assert same == [place >= len(tokens) or page < place // 16 for page in range(len(tokens) // 16)]
 
 
@@ -122,7 +130,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sglang_ext.mem_cache.scores.score_files.FORMAT", "0")
+    monkeypatch.setattr("sglang_ext.mem_cache.compressors.kvzip.FORMAT", "0")
     path, _ = store(tmp_path)
     monkeypatch.undo()
     with pytest.raises(ScoreFileError, match="format '0'.*'1'.*make it again"):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from packed_helpers import meant, packed_pool
 
 from sglang_ext.mem_cache.compressors.catalogue import allowed_bits, quantizer
-from sglang_ext.mem_cache.compressors.contracts.quantizer import stored_above
-from sglang_ext.mem_cache.compressors.lynx import Lynx
+from sglang_ext.mem_cache.compressors.quantizer import stored_above
+from sglang_ext.mem_cache.compressors.level_quantizers import Lynx
 
 A = 2.0
 

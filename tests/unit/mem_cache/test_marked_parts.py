@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from sglang_ext.device import SideStream
-from sglang_ext.layers.kernels import select_tokens
+from sglang_ext.layers.kernels import row_exchange, select_tokens
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-from sglang_ext.layers.kernels.row_exchange import send_rows
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeLayout
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank import mapped_exchange_buffer
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import BufferShape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection import on_gpu
@@ -107,11 +106,11 @@ class Logged:
 
 def test_rows_are_found_once_they_are_marked_and_sent_once_they_are_found_and_all_is_waited_for(monkeypatch):
     log, shape = [], BufferShape(2, 2, 1, 8, "float32", 1, lanes=1, most=4, places=1, rows=True, fresh=2)
-    arena = object.__new__(MappedExchangeBuffer)
-    arena.shape, arena._device, arena._layout, arena._base = shape, torch.device("cpu"), ExchangeLayout.from_shape(shape), 0
+    monkeypatch.setattr(mapped_exchange_buffer, "open_ipc_handle", lambda handle, device: 0)
+    arena = MappedExchangeBuffer(shape, torch.device("cpu"), b"", None)
     monkeypatch.setattr(on_gpu, "current_event", lambda device: f"event {len(log)}")
-    monkeypatch.setattr(send_rows, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
-    monkeypatch.setattr(send_rows, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
+    monkeypatch.setattr(row_exchange, "exchange", lambda marked, records, most, fresh: log.append(("find", marked, most, fresh)) or marked)
+    monkeypatch.setattr(row_exchange, "push_rows", lambda *given: log.append(("send", given[2], *given[-2:])))
     held = SimpleNamespace(key_table=None, value_table=None, keys=[None])
     given = [MarkedPart(slice(0, 1), slice(0, 1), "first", "there 0"), MarkedPart(slice(1, 2), slice(0, 1), "second", "there 1")]
     arena.push_rows(None, None, iter(given), torch.zeros(1, 2 * 4), held, (Logged("finding", log), Logged("sending", log)))

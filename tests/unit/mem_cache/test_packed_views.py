@@ -14,11 +14,12 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache.compressed import cache
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 TOKENS, HEADS, DIM = 700, 2, 64

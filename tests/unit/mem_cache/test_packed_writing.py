@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_packed_views import HEADS, views_of
 
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 
 
 @pytest.mark.parametrize(("name", "covered"), [("kivi", 452), ("hack", 580)])

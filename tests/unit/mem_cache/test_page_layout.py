@@ -13,13 +13,12 @@ from test_views import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.core import IntegrityError, RequestState
 from sglang_ext.managers.integrity import check_compressed
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, max_exact_tail, select_useful_rows, refresh_position
-from sglang_ext.mem_cache.compressed.layouts.pages import PagePointerLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, set_key_write_callback
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 PAGE = 16
 
@@ -94,7 +93,7 @@ def test_the_host_watches_no_layer_and_counts_choices(every):
     compressed_kv = paged_views(every)
     ensure(compressed_kv, 190)
     for end in range(191, 199):
-        assert observe_step(compressed_kv, {1: end}, True) is None
+        assert observe_step(compressed_kv, {1: end}, None) is None
         compressed_kv.reselect(1, end, 1)
     assert compressed_kv.num_compressions == {"quest": 1 + 8 // every}
     assert compressed_kv.queries.held_bytes == 0 and select_useful_rows(compressed_kv, [state()], [RecordedRows(1, 0, 1, 190)]) == (), "no queries are kept"
@@ -106,7 +105,7 @@ def test_with_every_choices_are_counted_from_the_first_step_over_a_copy_on_as_at
 
     def chosen(end):
         before = compressed_kv.num_compressions["quest"]
-        observe_step(compressed_kv, {1: end}, True)
+        observe_step(compressed_kv, {1: end}, None)
         return compressed_kv.num_compressions["quest"] - before
 
     # Fourteen tokens follow the copy before its first step.

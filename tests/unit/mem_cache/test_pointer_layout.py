@@ -19,8 +19,8 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, Poin
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, top_positions, catalogue
-from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
+from sglang_ext.mem_cache.compressors.attention_scores import VerifyGuided
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 

@@ -13,13 +13,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, top_positions
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.scores.predictor import FitRecord, Predictor
-from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
-from sglang_ext.tools.precompress.documents import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.mem_cache.compressors.attention_scores import ExpectedAttention, SinkRecent, SnapKV
+from sglang_ext.mem_cache.scores import FitRecord, Predictor
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, reconstruction_scores
 
 TOKENS, CHUNK = 192, 100
 BUDGETS = (0.5, 0.25, 0.125)
@@ -85,12 +81,12 @@ def overlap(one, other):
     ("ours", "module", "name", "settings"),
     [
         (SnapKV(window=48, kernel=7), "snapkv", "SnapKVPress", {"window_size": 48, "kernel_size": 7}),
-        (ExpectedAttention(window=TOKENS, epsilon=0.02), "expected_attention", "ExpectedAttentionPress", {"epsilon": 0.02}),
+        (ExpectedAttention(window=TOKENS), "expected_attention", "ExpectedAttentionPress", {"epsilon": 0.0}),
         (
-            ExpectedAttention(window=TOKENS, coming=64, sinks=8, covariance=False, value_norm=False, block=100),
+            ExpectedAttention(window=TOKENS, coming=64, sinks=8, block=100),
             "expected_attention",
             "ExpectedAttentionPress",
-            {"n_future_positions": 64, "n_sink": 8, "use_covariance": False, "use_vnorm": False},
+            {"n_future_positions": 64, "n_sink": 8, "epsilon": 0.0},
         ),
     ],
     ids=["snapkv", "expected-attention", "other settings"],

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE
 
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, below, path
-from sglang_ext.mem_cache.prefix_cache.segments import SegmentBlocks, Segment, Segments, tiling
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, tiling
 
 
 def test_a_prompts_full_kv_is_given_back_but_for_its_first_and_newest_tokens():
@@ -314,7 +314,7 @@ def test_codes_that_a_prompts_copy_is_going_to_read_are_evicted_last():
 def test_segments_are_parted_where_blocks_begin_a_page(blocks, position, page, slots):
     taken = torch.arange(-(-blocks * slots // page) * page)
     segments, told = Segments(None, page), []
-    segments.blocks = SegmentBlocks(64, slots, lambda *parts: told.append(parts))
+    segments.blocks = 64, slots, lambda *parts: told.append(parts)
     whole = Segment(64, 64 + 64 * blocks, taken, tokens=64 * blocks, packed=blocks * slots)
     node, after = TieredNode(0), TieredNode(100)
     node.key, after.key = range(whole.end), range(whole.end - 100)

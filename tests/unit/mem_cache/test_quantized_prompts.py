@@ -100,7 +100,7 @@ def test_a_copy_that_leaves_newest_tokens_exact_takes_no_place_of_codes_that_rea
     leave_codes(world, distinct(1, 400))
     recent = world.packing.recent
     second = admitted(world, distinct(1, 330) + distinct(2, 300))
-    assert second.begun == 330 and SINKS + 4 * BLOCK > second.begun - recent
+    assert second.begun == SINKS + 5 * BLOCK and SINKS + 4 * BLOCK > second.begun - recent
     compute(world, second, 400)
     assert len(world.codes.block_slots(second.req_pool_idx)) == world.packing.packed_slots(4 * BLOCK)
     compute(world, second, 630)

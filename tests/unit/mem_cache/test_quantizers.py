@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import KINDS, Gridded, attention, attention_over, meant, packed_pool, pool_by
 
-from sglang_ext.layers.attention.compressed.packed import packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressors.catalogue import code_bits, method, on_gpu, packing, quantizer
-from sglang_ext.mem_cache.compressors.kivi import Kivi
-from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.compressors.turboquant import TurboQuant, lloyd_max
+from sglang_ext.mem_cache.compressors.integer_quantizers import Kivi, RotateKV, hadamard
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
+from sglang_ext.mem_cache.compressors.level_quantizers import TurboQuant, lloyd_max
 
 
 def numbers(heads=2, blocks=2, dim=64):

@@ -1,6 +1,5 @@
 """Full KV that lies at cache ranks alone: slots go back, prompts stay for others until they are needed, and nothing leaks."""
 
-from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,82 +12,31 @@ from tiered_helpers import PAGE, ROWS, WIDTH, World, kv_of
 
 from sglang_ext.hooks import lossy_admission
 from sglang_ext.hooks.lossy_admission import admit_prompt
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-from sglang_ext.mem_cache.compressed.remote_selector import RemoteSelector, FreeBlocks, extend_selection
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.row_exchange import EMPTY, plan_exchange, pad_places, plan_refresh
+from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
-from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
-from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
 TAIL = 10
 
 
-class Holder(RemoteSelector):
-    """A rank that has what it was given, and chose the newest tokens.
+class Holder(AsyncSelector):
+    """A rank that has what it was given, whose copies are made of full KV here, and renewed without it.
 
     Attributes:
         held: positions by place, and tokens that the copy stood for, by row.
         alone: rows whose full KV it has alone.
         free: tokens for which it has room.
         gone: whether its process is.
-    """
-
-    sends_rows = True
-
-    def __init__(self):
-        self.missed, self.held, self.alone, self.gone, self.free = Counter(), {}, set(), False, 1000
-
-    def request_selection(self, row, slots, keep, queries, positions):
-        return True
-
-    def last_selection(self, row, covered, keep):
-        raise AssertionError("positions are no copy's here")
-
-    def plan_row_copies(self, row, covered, keep, renewed):
-        before, stood = self.held.get(row, (torch.full((1, 1, keep), EMPTY), 0))
-        newest = torch.arange(covered - keep, covered).view(1, 1, -1)
-        found = plan_exchange(pad_places(before, keep), extend_selection(before.sort(-1).values, stood, covered, keep) if renewed else newest)
-        self.held[row] = found.held, covered
-        return found
-
-    def num_held_tokens(self, row):
-        return 0 if self.gone or row not in self.held else self.held[row][1]
-
-    def on_slots_freed(self, row, is_remote_only):
-        if is_remote_only:
-            self.alone.add(row)
-
-    def is_lost(self, row):
-        return self.gone and row in self.alone
-
-    def free_blocks(self):
-        return FreeBlocks([self.free])
-
-    def step(self, requests, read, write):
-        raise AssertionError("no step is run here")
-
-    def forget(self, row):
-        self.held.pop(row, None)
-        self.alone.discard(row)
-
-    def forget_all(self):
-        self.held.clear()
-
-
-class Beside(AsyncSelector):
-    """The same of a rank beside a GPU, whose copies are made of full KV here, and renewed without it.
-
-    Attributes:
-        held: positions by place, and tokens that the copy stood for, by row.
         full: whether it takes nothing more.
     """
 
     sends_rows, in_place = True, True
-    on_slots_freed, is_lost, free_blocks = Holder.on_slots_freed, Holder.is_lost, Holder.free_blocks
 
     def __init__(self):
         self.held, self.alone, self.gone, self.free, self.full, self.settled = {}, set(), False, 1000, False, []
@@ -116,6 +64,16 @@ class Beside(AsyncSelector):
     def num_held_tokens(self, row):
         return 0 if self.gone or row not in self.held else self.held[row][1]
 
+    def on_slots_freed(self, row, is_remote_only):
+        if is_remote_only:
+            self.alone.add(row)
+
+    def is_lost(self, row):
+        return self.gone and row in self.alone
+
+    def free_blocks(self):
+        return FreeBlocks([self.free], 1, [99])
+
     def flush(self, row):
         self.settled.append(row)
 
@@ -128,24 +86,24 @@ class Beside(AsyncSelector):
 
 
 class Handed(World):
-    """A world in mode lossy with a cache rank, on a CPU or ``beside`` a GPU."""
+    """A world in mode lossy with a cache rank."""
 
-    def __init__(self, slots=120, beside=False):
+    def __init__(self, slots=120):
         super().__init__(slots=slots, host=False)
         self.table.req_to_token = torch.zeros(2 * ROWS, WIDTH, dtype=torch.int32)
-        method = CompressionMethod(Spade(each_round=not beside), 0.25, PlainSlots(PAGE), "spade", sparse_from=8)
-        self.holder = Beside() if beside else Holder()
+        method = CompressionMethod(Spade(each_round=False), 0.25, PlainSlots(PAGE), "spade", sparse_from=8)
+        self.holder = Holder()
         self.compressed_kv = CompressedKVCache(
             methods=(method,), token_table=self.table.req_to_token, rows=ROWS, buffers=self.buffers, allocator=self.allocator,
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=ExchangedRowLayout(),
-            **{"async_selector" if beside else "remote_selector": self.holder},
+            async_selector=self.holder,
         )  # fmt: skip
-        self.held = RemoteOnlyKV(self.cache, self.compressed_kv, self.holder, lambda req: method, TAIL)
+        self.held = RemoteOnlyKV(self.cache.nodes, self.compressed_kv, self.holder, lambda req: method, TAIL)
         self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
 
     def renew(self, req):
         """As rounds do: a copy is made, or made anew where that can be."""
-        if isinstance(self.holder, Beside) and self.compressed_kv.can_lack_full_kv(req.req_pool_idx) and not self.holder.extend(req.req_pool_idx, None):
+        if self.compressed_kv.can_lack_full_kv(req.req_pool_idx) and not self.holder.extend(req.req_pool_idx, None):
             return False
         return self.compressed_kv.compress(req.req_pool_idx, req.length)
 
@@ -235,16 +193,16 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     waiting = SimpleNamespace(
         origin_input_ids=range(200), output_ids=[], req_pool_idx=None, cache_protected_len=0, last_node=world.cache.root_node
     )
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (50, 200, 4 + TAIL)
     world.holder.free = 199
-    slot_demand = world.held.slot_demand(waiting, 16)
+    (slot_demand,) = world.held.slot_demands([(waiting, 16)], 1.0)
     assert (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
     world.renew(req)
-    assert sum(world.held.slot_demand(req, 4).path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
+    assert sum(world.held.slot_demands([(req, 4)], 1.0)[0].path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
     world.held.free_full_kv([req])
-    slot_demand = world.held.slot_demand(req, 4)
+    (slot_demand,) = world.held.slot_demands([(req, 4)], 1.0)
     assert not slot_demand.path_slots_freed and (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 4 + 2)
 
 
@@ -291,8 +249,8 @@ def test_prompts_that_fit_at_a_rank_one_by_one_are_not_counted_there_together(mo
     assert taken[1] - taken[0] == taken[2] - taken[1] == stays - goes
 
 
-def test_beside_a_gpu_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_rank_has_what_is_new():
-    world = Handed(beside=True)
+def test_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_rank_has_what_is_new():
+    world = Handed()
     req = world.start(range(100, 141))
     row = req.req_pool_idx
     assert world.renew(req) and world.renew(req), "of full KV, which is here"
@@ -323,11 +281,9 @@ def test_beside_a_gpu_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_
 class Rounds(RuleBasedStateMachine):
     """Requests with few beginnings come, decode, give back and end, in a small pool."""
 
-    beside = False
-
     def __init__(self):
         super().__init__()
-        self.world = Handed(90, self.beside)
+        self.world = Handed(90)
 
     def one(self, seed):
         return self.world.running[seed % len(self.world.running)]
@@ -376,11 +332,5 @@ class Rounds(RuleBasedStateMachine):
         self.world.empty()
 
 
-class RoundsBeside(Rounds):
-    """The same beside a GPU."""
-
-    beside = True
-
-
-TestRounds, TestRoundsBeside = Rounds.TestCase, RoundsBeside.TestCase
-TestRounds.settings = TestRoundsBeside.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -1,12 +1,14 @@
 """Running requests' full KV leaves the device, and is there again, the same, whenever it is read."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings, strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import World, kv_of
 
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
+from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 A = list(range(1, 9))
@@ -15,13 +17,14 @@ B = list(range(11, 19))
 
 def world(slots=40, always=False, host_pages=30):
     made = World(slots=slots, host_pages=host_pages)
-    made.cache.bind(None, residency=Residency(made.cache, made.table.req_to_token, always))
+    compressed_kv = SimpleNamespace(token_table=made.table.req_to_token)
+    made.cache.bind(None, residency=Residency(made.cache.host, compressed_kv, always))
     return made, made.cache.residency
 
 
 def track(made, *reqs, covered=None):
     """These draft on copies of all that they have in the tree, or of ``covered`` tokens."""
-    made.cache.reloads.collect_loads()
+    made.cache.host.collect_loads()
     made.cache.residency.update(
         {r.req_pool_idx: (r.last_node, r.cache_protected_len if covered is None else covered) for r in reqs}
     )
@@ -41,7 +44,7 @@ def load(made, req):
     for node in path(req.last_node):
         if node.load is not None:
             node.load.synchronize()
-    made.cache.reloads.collect_loads()
+    made.cache.host.collect_loads()
     return made.cache.residency.ready(req.req_pool_idx)
 
 
@@ -179,7 +182,7 @@ def test_pages_that_came_back_changed_make_their_request_lost_and_it_leaves_noth
     track(made, req, other)
     stored(made)
     residency.drop(100)
-    made.cache.reloads.faults = FaultInjector(every=2, loads=1)
+    made.cache.host.faults = FaultInjector(every=2, loads=1)
     assert not load(made, req) and residency.is_lost(req.req_pool_idx)
     assert not residency.load(req.req_pool_idx), "there is nothing to load"
     assert load(made, other) and not residency.is_lost(other.req_pool_idx)

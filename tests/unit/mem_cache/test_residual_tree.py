@@ -7,9 +7,9 @@ from hypothesis import given, settings, strategies as st
 from residual_helpers import PAGE, ResidualWorld, numbers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.core import CompressedKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.reloads import FaultInjector
+from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 A, B = list(range(1, 6 * PAGE + 2)), list(range(1000, 1000 + 6 * PAGE + 2))
@@ -47,9 +47,9 @@ def test_what_a_segment_packs_comes_back_by_its_residual_and_fewer_bytes_travel(
     world.finish(req)
     world.check()
     assert comes_back(world, A) == 6 * PAGE
-    reloads = world.cache.reloads
-    assert 0 < reloads.loaded_bytes < 0.85 * 6 * PAGE * world.buffers.bytes_per_slot
-    assert reloads.link.restored > reloads.link.bandwidth > 0
+    host = world.cache.host
+    assert 0 < host.loaded_bytes < 0.85 * 6 * PAGE * world.buffers.bytes_per_slot
+    assert host.link.restored > host.link.bandwidth > 0
     world.empty()
 
 
@@ -87,9 +87,9 @@ def test_nodes_that_are_split_keep_their_anchors():
 
 def bytes_of(world, tokens):
     """Bytes that a load of ``tokens`` brings."""
-    before = world.cache.reloads.loaded_bytes
+    before = world.cache.host.loaded_bytes
     assert comes_back(world, tokens) == len(tokens) // PAGE * PAGE
-    return world.cache.reloads.loaded_bytes - before
+    return world.cache.host.loaded_bytes - before
 
 
 def test_without_its_segment_a_node_comes_back_with_its_anchor():
@@ -147,8 +147,8 @@ def test_what_a_copy_packs_of_a_prompt_becomes_a_segment_before_its_full_kv_is_s
     world = ResidualWorld()
     req = world.start(A)
     view = packed_view(world, req, 6 * PAGE)
-    residency = Residency(world.cache, world.table.req_to_token, offload_at_once=False)
-    world.cache.bind(Copies(view), residency=residency)
+    residency = Residency(world.cache.host, Copies(view), offload_at_once=False)
+    world.cache.bind(residency.compressed_kv, residency=residency)
     slots = view.slots.tolist()
     residency.update({req.req_pool_idx: (req.last_node, 4 * PAGE)})
     assert view.slots.tolist() == slots and len(view.own) == PAGE and view.own_packed == 0 and view.shared_len == 6 * PAGE
@@ -166,8 +166,8 @@ def test_a_copy_that_stands_for_more_than_the_tree_has_stays_the_requests_own():
     req.output_ids.extend(range(2 * PAGE))
     assert world.extend(req, 6 * PAGE)
     view = packed_view(world, req, 6 * PAGE)
-    residency = Residency(world.cache, world.table.req_to_token, offload_at_once=False)
-    world.cache.bind(Copies(view), residency=residency)
+    residency = Residency(world.cache.host, Copies(view), offload_at_once=False)
+    world.cache.bind(residency.compressed_kv, residency=residency)
     residency.update({req.req_pool_idx: (req.last_node, 6 * PAGE)})
     assert view.own_packed == 50 and req.last_node.segments == [] and world.residual_pages() == 0
     world.check()
@@ -192,9 +192,9 @@ def test_a_changed_page_is_lost_and_what_comes_before_it_is_not():
     req, segment = left(world, A)
     world.tier.pool.flip(int(req.last_node.host_value[3]))
     assert comes_back(world, A) == 3 * PAGE
-    assert world.cache.reloads.failed_pages == 1
+    assert world.cache.host.failed_pages == 1
     world.check()
-    world.cache.reloads.faults = FaultInjector(1)
+    world.cache.host.faults = FaultInjector(1)
     world.cache.evict(EvictParams(num_tokens=30 * PAGE))
     assert comes_back(world, A) == 0, "each load finds a changed page"
     world.empty()
@@ -234,8 +234,8 @@ def test_whatever_happens_nothing_leaks_and_what_is_read_is_right(steps, host_pa
                     world.cache.host.drop_device(node)
         elif what == "load" and running is not None:
             missing = [node for node in path(running.last_node) if node.value is None and node.host_value is not None]
-            if missing and (load := world.cache.reloads.load_back(missing)) is not None and flag:
-                world.cache.reloads.finish(load)
+            if missing and (load := world.cache.host.load_back(missing)) is not None and flag:
+                world.cache.host.finish(load)
         elif what == "improve" and nodes:
             node = nodes[which % len(nodes)]
             if node.on_device and node.host_value is not None:
@@ -245,7 +245,7 @@ def test_whatever_happens_nothing_leaks_and_what_is_read_is_right(steps, host_pa
             if node.host_value is not None:
                 node.store.synchronize()
                 world.tier.pool.flip(int(node.host_value[0]))
-        world.cache.reloads.collect_loads()
+        world.cache.host.collect_loads()
         world.check()
     for node in list(world.cache.nodes):
         if not node.dropped and not node.is_void:

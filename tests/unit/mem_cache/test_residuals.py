@@ -8,7 +8,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages, unsupported_reason
+from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks, ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

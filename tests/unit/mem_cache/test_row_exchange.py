@@ -4,10 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed.row_exchange import (
-    EMPTY, ReceivedRows, merge_exchanges, missing_mask, pad_places, plan_exchange, plan_refresh, top_mask,
-)  # fmt: skip
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, plan_refresh, top_mask
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 40
 
@@ -18,17 +15,24 @@ def some(seed, count, tokens=TOKENS):
     return torch.rand(LAYERS, HEADS, tokens, generator=noise).argsort(-1)[..., :count]
 
 
-@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, TOKENS), st.integers(0, 8))
-def test_a_copy_holds_what_is_wanted_and_nothing_that_stays_is_moved(before, after, count, empty):
+def exchanged(held, found):
+    """What the places hold after an exchange."""
+    after = held.clone()
+    after[found.layers, found.heads, found.places] = found.positions
+    return after
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, TOKENS))
+def test_a_copy_holds_what_is_wanted_and_nothing_that_stays_is_moved(before, after, count):
     held, wanted = some(before, count), some(after, count).sort(-1).values
-    held[..., :empty] = EMPTY
-    found = plan_exchange(held, wanted)
-    assert torch.equal(found.held.sort(-1).values, wanted)
+    found = plan_exchange(held, wanted, torch.ones_like(wanted, dtype=torch.bool))
+    now = exchanged(held, found)
+    assert torch.equal(now.sort(-1).values, wanted)
     stays = ~missing_mask(held, wanted)
-    assert torch.equal(found.held[stays], held[stays]) and len(found.positions) == (~stays).sum()
+    assert torch.equal(now[stays], held[stays]) and len(found.positions) == (~stays).sum()
     rows = zip(*(part.tolist() for part in (found.layers, found.heads, found.places, found.positions, found.wanted)))
     for layer, head, place, position, index in rows:
-        assert found.held[layer, head, place] == position == wanted[layer, head, index]
+        assert now[layer, head, place] == position == wanted[layer, head, index]
         assert position not in held[layer, head]
 
 
@@ -39,21 +43,10 @@ def test_what_is_not_available_leaves_its_place_to_what_is_there(seed, count, da
     found = plan_exchange(held, wanted, available.clone())
     for layer in range(LAYERS):
         for head in range(HEADS):
-            was, now = set(held[layer, head].tolist()), found.held[layer, head].tolist()
+            was, now = set(held[layer, head].tolist()), exchanged(held, found)[layer, head].tolist()
             asked = {int(each) for each, there in zip(wanted[layer, head], available[layer, head]) if there}
             assert len(set(now)) == count and set(now) <= was | asked
             assert asked | (was & set(wanted[layer, head].tolist())) <= set(now)
-
-
-def test_copies_grow_and_packs_are_joined():
-    held = some(3, 5)
-    more = pad_places(held, 7)
-    assert torch.equal(more[..., :5], held) and (more[..., 5:] == EMPTY).all()
-    found = merge_exchanges([plan_exchange(more[:1], some(4, 7)[:1]), plan_exchange(more[1:], some(4, 7)[1:])])
-    whole = plan_exchange(more, some(4, 7))
-    for name in ("held", "layers", "heads", "places", "positions", "wanted"):
-        assert torch.equal(getattr(found, name), getattr(whole, name))
-    assert [found.of_layer(layer).start for layer in range(LAYERS)] == [0, int((found.layers == 0).sum())]
 
 
 @given(st.integers(0, 99), st.integers(1, 30), st.integers(0, 12), st.integers(0, 9), st.integers(0, 12))
@@ -82,21 +75,3 @@ def test_of_tokens_that_come_those_of_the_highest_scores_are_first_and_of_equal_
             order = sorted((-int(scores[layer, head, i]), i) for i in range(TOKENS) if these[layer, head, i])
             assert {i for i in range(TOKENS) if found[layer, head, i]} == {i for _, i in order[:most]}
     assert torch.equal(top_mask(these, scores, torch.full((2, 3, 1), most)), found)
-
-
-def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():
-    keys, values = (tuple(torch.randn(100, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv")
-    buffers = KVBuffers((0, 1), (1.0, 1.0), keys, values)
-    sources, targets = torch.arange(50, 50 + TOKENS), torch.arange(10, 22)
-    wanted = some(1, 12)
-    first = plan_exchange(torch.full_like(wanted, EMPTY), wanted)
-    buffers.move_rows(first, sources, targets)
-    second = plan_exchange(first.held, some(2, 12))
-    at = list(zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist()))
-    rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in at]) for part in (keys, values)]
-    buffers.put_rows(ReceivedRows(second, *rows), targets)
-    heads = torch.arange(HEADS)[:, None]
-    for part in (keys, values):
-        for layer in range(LAYERS):
-            held = part[layer][sources[second.held[layer]], heads]
-            assert torch.equal(part[layer][targets].transpose(0, 1), held)

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLa
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create, method
-from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 PAGE = 2

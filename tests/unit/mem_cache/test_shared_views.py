@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 
 COMMON = list(range(1, 17))

@@ -11,12 +11,12 @@ from test_views import HEADS, LAYERS
 from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
-from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressors import top_positions
-from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
-from sglang_ext.mem_cache.selection.top_tokens import mark_always
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 

@@ -11,9 +11,9 @@ from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressed.remote_selector import observe_step
+from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressors import ContextKV, top_positions
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines.tova import Tova
 from sglang_ext_bench.baselines.true_query import TrueQuery
 
@@ -27,7 +27,7 @@ def views_with_copy(method):
     def step(position):
         queries = torch.randn(LAYERS, 1, HEADS, DIM, generator=torch.Generator().manual_seed(position)) * 3
         seen = []
-        with compressed_kv.queries.recording((RecordedRows(1, 0, 1, position),), observe_step(compressed_kv, {1: position + 1}, True)):
+        with compressed_kv.queries.recording((RecordedRows(1, 0, 1, position),), observe_step(compressed_kv, {1: position + 1}, None)):
             for layer in range(LAYERS):
                 compressed_kv.queries.record(layer, queries[layer])
                 seen.append(led_to(compressed_kv)[layer])
@@ -71,4 +71,4 @@ def test_with_every_a_layer_chooses_in_the_first_step_and_after_so_many():
 
 def test_others_are_told_of_no_layer():
     compressed_kv, _ = views_with_copy(Tova())
-    assert observe_step(compressed_kv, {1: 151}, True) is None and observe_step(compressed_kv, {}, True) is None
+    assert observe_step(compressed_kv, {1: 151}, None) is None and observe_step(compressed_kv, {}, None) is None

@@ -1,13 +1,11 @@
 """The prefix tree keeps KV on the device and on the host, shares it, and loses nothing that it says it has."""
 
-from array import array
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 from tiered_helpers import PAGE, World, done, kv_of
 
 from sglang_ext.managers.integrity import IntegrityError
@@ -122,7 +120,7 @@ def test_loading_evicts_nothing_on_the_way_to_what_is_loaded():
     upper, lower = world.node(A[:4]), world.node(A)
     world.offload(lower)
     world.start(list(range(20, 28)))
-    assert world.allocator.available_size() == 0 and world.cache.reloads.load_back([lower]) is None
+    assert world.allocator.available_size() == 0 and world.cache.host.load_back([lower]) is None
     assert upper.on_device
     world.check()
     world.empty()
@@ -137,14 +135,8 @@ def test_kv_of_locked_nodes_leaves_the_device_and_comes_back():
     assert (world.cache.protected_size(), world.cache.evictable_size()) == (4, 0)
     assert world.allocator.available_size() == 40 - 4
     world.check()
-    slots = world.allocator.alloc(8)
-    load = world.cache.reloads.load_into(path(one.last_node), slots)
-    load.synchronize()
-    assert world.cache.reloads.drop_failed(load) == 0 and torch.equal(kv_at(world, slots), kv_of(A))
-    assert one.last_node.value is None, "the slots are the caller's"
-    world.allocator.free(slots)
-    world.cache.reloads.load_back([shared]).synchronize()
-    assert not shared.on_device and world.cache.reloads.collect_loads() == 0 and shared.on_device
+    world.cache.host.load_back([shared]).synchronize()
+    assert not shared.on_device and world.cache.host.collect_loads() == 0 and shared.on_device
     assert world.cache.protected_size() == 8
     world.finish(one)
     world.finish(other)
@@ -187,33 +179,17 @@ def test_a_load_under_way_gives_way_to_kv_that_was_computed():
     world = World()
     node = on_host(world, A)
     corrupt(world, node, 0)
-    load = world.cache.reloads.load_back([node])
+    load = world.cache.host.load_back([node])
     slots = node.value
     req = world.start(A + [9], load=False)
     assert node.on_device and req.last_node is node and not torch.equal(slots, node.value)
     load.synchronize()
-    assert world.cache.reloads.collect_loads() == 0
+    assert world.cache.host.collect_loads() == 0
     world.check(corrupt={int(node.host_value[0])})
     world.empty()
 
 
-def test_insert_takes_what_is_not_on_the_device_after_what_is():
-    world = World()
-    done(world, A)
-    upper, lower = world.node(A[:4]), world.node(A)
-    world.drop_path(lower)
-    slots = world.allocator.alloc(12)
-    tokens = A + [20, 21, 22, 23]
-    world.write(slots, kv_of(tokens))
-    result = world.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
-    assert result.prefix_len == 0 and upper.on_device and lower.on_device and result.last_device_node.end == 12
-    again = world.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
-    assert again.prefix_len == 12
-    world.check()
-    world.empty()
-
-
-@pytest.mark.parametrize("how", ["load back", "load into", "while locked"])
+@pytest.mark.parametrize("how", ["load back", "while locked"])
 def test_host_pages_that_changed_are_forgotten_with_what_is_below(how):
     world = World()
     done(world, A)
@@ -224,18 +200,11 @@ def test_host_pages_that_changed_are_forgotten_with_what_is_below(how):
     for node in (leaf, other):
         world.drop_path(node)
     corrupt(world, upper, 1)
-    if how == "load into":
-        slots = world.allocator.alloc(10)
-        load = world.cache.reloads.load_into([upper, middle, leaf], slots)
-        load.synchronize()
-        assert world.cache.reloads.drop_failed(load) == 1
-        world.allocator.free(slots)
-    else:
-        match = world.match(A + [9, 10])
-        assert match.host_hit_length == 10
-        indices, last = world.bring(match)
-        assert torch.equal(kv_at(world, indices), kv_of(A[:2])) and last.end == 2
-    assert world.cache.reloads.failed_pages == 1
+    match = world.match(A + [9, 10])
+    assert match.host_hit_length == 10
+    indices, last = world.bring(match)
+    assert torch.equal(kv_at(world, indices), kv_of(A[:2])) and last.end == 2
+    assert world.cache.host.failed_pages == 1
     match = world.match(A + [9, 10])
     assert len(match.device_indices) + match.host_hit_length == 2
     assert match.best_match_node.end == 2
@@ -305,7 +274,7 @@ def test_what_the_device_has_no_room_for_comes_back_from_the_host():
     assert len(match.device_indices) == 0 and match.host_hit_length == 8
     indices, _ = world.bring(match)
     assert torch.equal(world.kv[indices, 0, 0], kv_of(prompts[0]))
-    assert world.cache.reloads.loaded_bytes == 8 * world.buffers.bytes_per_slot and world.cache.host.bytes > 0
+    assert world.cache.host.loaded_bytes == 8 * world.buffers.bytes_per_slot and world.cache.host.bytes > 0
     world.check()
     world.empty()
 
@@ -345,13 +314,11 @@ def test_moves_that_make_no_sense_are_refused():
     done(world, B)
     other = world.node(B)
     with pytest.raises(ValueError, match=r"\[4, 8\) of a path are not on the host"):
-        world.cache.reloads.load_into([other], torch.arange(4))
+        world.cache.host.load_back([other])
+    world.cache.host.back_up(other)
     with pytest.raises(ValueError, match=r"\[4, 8\) of a path have device slots"):
-        world.cache.reloads.load_back([other])
+        world.cache.host.load_back([other])
     lower = world.node(A)
-    world.drop_path(other)
-    with pytest.raises(ValueError, match=r"\[8, 8\] are not of one path"):
-        world.cache.reloads.load_back([lower, other])
     lower.host_value, kept = None, lower.host_value
     with pytest.raises(ValueError, match="are not on the device; back up what is there"):
         world.cache.host.back_up(lower)
@@ -365,7 +332,7 @@ def test_moves_that_make_no_sense_are_refused():
 def test_a_reset_forgets_both_tiers():
     world = World()
     node = on_host(world, A)
-    world.cache.reloads.load_back(path(node))
+    world.cache.host.load_back(path(node))
     world.cache.nodes.attach(node, world.segment(0, 8))
     world.cache.reset()
     world.allocator.clear()
@@ -501,9 +468,9 @@ def test_who_writes_beside_loads_is_told_of_their_slots_before_and_once_they_are
     node = world.node(A)
     assert world.offload(node) == len(A)
     world.kv.fill_(-1)
-    (load := world.cache.reloads.load_back([node])).synchronize()
+    (load := world.cache.host.load_back([node])).synchronize()
     assert len(told) == 1, "rows may not lead there yet"
-    world.cache.reloads.finish(load)
+    world.cache.host.finish(load)
     assert told == [(node.value.tolist(), [-1] * len(A)), (node.value.tolist(), kv_of(A).tolist())]
     world.check()
     world.empty()

@@ -44,7 +44,7 @@ class TieredTree(RuleBasedStateMachine):
     def settle_all(self):
         for load in {node.load for node in self.nodes() if node.load is not None}:
             load.synchronize()
-        if self.world.cache.reloads.collect_loads():
+        if self.world.cache.host.collect_loads():
             self.forget_lost()
 
     def live_corrupt(self):
@@ -160,7 +160,7 @@ class TieredTree(RuleBasedStateMachine):
         nodes = self.nodes(lambda node: node.value is None and node.host_value is not None)
         deepest = nodes[pick % len(nodes)]
         tokens = self.world.tokens_to(deepest)
-        load = self.world.cache.reloads.load_back([node for node in path(deepest) if node in nodes])
+        load = self.world.cache.host.load_back([node for node in path(deepest) if node in nodes])
         if load is not None and settle:
             self.settle_all()
         self.expect([tokens], added=LOADING | DEVICE)

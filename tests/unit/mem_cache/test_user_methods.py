@@ -7,7 +7,7 @@ import torch
 from argument_helpers import arguments
 from test_views import make_views
 
-from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench.options import file_name
 from sglang_ext.config import method_options, request_params
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers.spec_decode.request_states import meta_info_fields, write_counters
@@ -129,7 +129,7 @@ def test_a_class_of_an_installed_module_serves_alone_and_packed(package):
     assert catalogue.parse(f"snapkv+{package}.norms:TenthHalves") == ("snapkv", "TenthHalves")
     assert catalogue.method(f"{package}.norms:TenthNorm").compressor.recent == 16
     assert not {"TenthNorm", "named-tenth"} & set(catalogue.builtin_names(catalogue.dropping())), "messages list the built-in ones"
-    assert catalogue.parse("sglang_ext.mem_cache.compressors.snapkv:SnapKV") == ("snapkv", None), "a built-in one keeps its name"
+    assert catalogue.parse("sglang_ext.mem_cache.compressors.attention_scores:SnapKV") == ("snapkv", None), "a built-in one keeps its name"
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,8 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
 def replay(windows, rows, queries):
     """What a captured graph of one layer does with a table that was set for ``rows``."""
     windows.set_targets(rows)
-    windows._capturing = True
-    with query_module.recording_to(windows):
+    with windows.capturing(len(queries)):
         run_layer(queries)
-    windows._capturing = False
 
 
 def test_nothing_is_kept_of_requests_that_are_not_named():

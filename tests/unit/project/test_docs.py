@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from sglang_ext.tools import manual
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PATCHES = ROOT / "patches/sglang-0.5.17"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+SITE = runpy.run_path(str(DOCS / "site/hooks.py"))
+PAGES = [*(ROOT / page for page in SITE["PAGES"]), *sorted(DOCS.rglob("*.md"))]
 # Pages that name files and classes.
 OF_CODE = [
     *(DOCS / "architecture.md", DOCS / "glossary.md", PATCHES / "README.md"),
@@ -62,19 +64,14 @@ def test_one_mark_without_the_other_is_refused():
         manual.handwritten_part(f"{manual.BEGIN}\ntext")
 
 
-def test_a_flag_without_a_group_is_refused(monkeypatch):
-    monkeypatch.setitem(manual.GROUPS, "Drafts", ("kv_draft_length",))
-    with pytest.raises(ValueError, match="put each flag into one group"):
-        manual.flags_page("")
-
-
 def test_each_flag_and_each_refusal_has_its_place():
     flags, compatibility = manual.flags_page(""), manual.compatibility_page("")
-    assert all(f"### `{manual.flag(field)}`" in flags for field in manual.own_fields())
+    assert all(f"### `{flag.option}`" in flags for flag in manual.FLAGS)
+    assert flags.count("efused with") >= sum(len(flag.conflicts) for flag in manual.FLAGS if flag.name != "kv_mode")
     words = " ".join(compatibility.split())
     for refusal in manual.REFUSALS:
         assert refusal.option in words.replace("`", "")
-        assert all(f"`{manual.flag(part)}`" in words for part in refusal.parts)
+        assert all(f"`{manual.option(part)}`" in words for part in refusal.dependent_fields)
 
 
 def test_readme_is_short_and_names_the_test_command():
@@ -123,3 +120,35 @@ def test_each_file_and_name_of_the_code_that_is_named_exists(page):
 def test_each_module_and_what_is_named_in_it_can_be_imported(page):
     for dotted in sorted(set(re.findall(r"\bsglang_ext(?:\.[A-Za-z_]\w*)+", page.read_text()))):
         pkgutil.resolve_name(dotted)
+
+
+def test_each_page_is_in_the_navigation_of_the_site_once():
+    listed = re.findall(r"^ +- [^:]+: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(SITE["site_path"](name(page)) for page in PAGES)
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "in_site"),
+    [
+        ("docs/guides/a.md", "[b](../flags.md#mode)", "[b](../flags.md#mode)"),
+        ("docs/a.md", "[b](../README.md)", "[b](index.md)"),
+        ("README.md", "[`b`](docs/guides/b.md)", "[`b`](guides/b.md)"),
+        ("docs/results/a.md", "![b](../../benchmarks/results/longcot.png)", "![b](../files/benchmarks/results/longcot.png)"),
+        ("patches/sglang-0.5.17/README.md", "[b](../../LICENSE)", "[b](files/LICENSE)"),
+        ("docs/a.md", "[tests](../tests)", "tests"),
+        ("docs/a.md", "`[b](../README.md)` [c](#c) [d](https://example.org)", "`[b](../README.md)` [c](#c) [d](https://example.org)"),
+    ],
+)
+def test_links_to_files_outside_docs_lead_to_their_place_in_the_site(page, link, in_site):
+    assert SITE["rewrite_links"](link, page) == in_site
+
+
+def test_the_diagrams_are_those_that_the_script_draws():
+    script = runpy.run_path(str(DOCS / "site/diagrams.py"))
+    late = [file for file, draw in script["DIAGRAMS"].items() if (DOCS / "diagrams" / file).read_text() != draw()]
+    assert not late, f"{late}: run python docs/site/diagrams.py"
+
+
+def test_what_is_inside_a_list_is_indented_by_four_spaces_in_the_site():
+    found = SITE["indent_lists"]("1. a\n\n   b\n   - c\n     d\n\n- e\n  - f\n\ntext\n\n    code\n")
+    assert found == "1. a\n\n    b\n    - c\n      d\n\n- e\n    - f\n\ntext\n\n    code\n"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext.platforms import activate
-from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 from sglang_ext.platforms.plain_cpu import PlainCpuPlatform, run_without_pinning
 
 POOL_PAGES = 12

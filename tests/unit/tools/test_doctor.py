@@ -1,9 +1,8 @@
 """The doctor: what it finds wrong, which remedy it tells, and its exit code."""
 
 import dataclasses
+import io
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,12 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.config import transports
-from sglang_ext.doctor import __main__ as doctor, installation, serving
-from sglang_ext.doctor.installation import Check
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import private_names
-from sglang_ext.hooks import activation as hooking
+from sglang_ext.config import disaggregation_options
+from sglang_ext.doctor import __main__ as doctor, checks
+from sglang_ext.doctor.checks import Check
+from sglang_ext.hooks import activation as hooking, table as hooks
 
 SMALL = {
     "hidden_size": 64,
@@ -78,7 +75,7 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
             raise PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(checks, "version", version)
 
 
 @pytest.mark.usefixtures("device")
@@ -128,8 +125,8 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
 ) -> None:
     table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
     monkeypatch.setattr(hooks, "HOOKS", table)
-    summary, line = serving.check_hooks()
-    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(private_names.USES)
+    summary, line = checks.check_hooks()
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(hooks.PRIVATE_NAMES)
     assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
     assert "sglang==0.5.17" in line.remedy
@@ -138,7 +135,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
 
 def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooking, "is_patched_fork", lambda: True)
-    (summary,) = serving.check_hooks()
+    (summary,) = checks.check_hooks()
     assert summary.ok and summary.found.endswith("called by this patched fork")
 
 
@@ -155,7 +152,7 @@ def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsupported_models_are_named_with_the_reason(
     tmp_path: Path, config: dict[str, object], reason: str
 ) -> None:
-    check = serving.check_model(config_folder(tmp_path, config))
+    check = checks.check_model(config_folder(tmp_path, config))
     assert not check.ok and reason in check.found
     assert "--kv-mode full" in check.remedy
 
@@ -164,7 +161,7 @@ def test_unsupported_models_are_named_with_the_reason(
 def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = path.format(tmp_path=tmp_path)
-    check = serving.check_model(path)
+    check = checks.check_model(path)
     assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
 
 
@@ -213,12 +210,13 @@ def test_a_path_that_is_no_model_is_one_failing_line(path: str, tmp_path: Path, 
     assert [check.name for check in doctor.examine(path) if not check.ok] == ["model", "kv modes"]
 
 
-def test_what_the_terminal_cannot_show_is_escaped() -> None:
-    code = "from sglang_ext.doctor import __main__ as d; from sglang_ext.doctor.installation import Check\n"
-    code += "d.examine = lambda model: [Check('model', True, 'odd\\udcff ä')]; d.main([])"
-    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)
-    assert done.returncode == 0 and rb"odd\udcff \xe4" in done.stdout, done.stderr[-500:]
+def test_what_the_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(doctor, "examine", lambda model: [Check("model", True, "odd\udcff ä")])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
+    monkeypatch.setenv("COLUMNS", "100")
+    assert doctor.main([]) == 0
+    assert rb"odd\udcff \xe4" in printed.getvalue()
 
 
 @pytest.mark.usefixtures("device")
@@ -235,14 +233,14 @@ def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pyt
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
 def test_python_versions(minor: int, ok: bool) -> None:
-    check = installation.check_python((3, minor))
+    check = checks.check_python((3, minor))
     assert check.ok is ok
     assert bool(check.remedy) is not ok
 
 
 def test_an_entry_point_that_is_not_installed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "entry_points", lambda group: ())
-    check = installation.check_entry_point("plugin", installation.PLUGIN_GROUP, installation.PLUGIN)
+    monkeypatch.setattr(checks, "entry_points", lambda group: ())
+    check = checks.check_entry_point("plugin", checks.PLUGIN_GROUP, checks.PLUGIN)
     assert not check.ok and "pip install -e ." in check.remedy
 
 
@@ -259,7 +257,7 @@ def test_environment_variables_that_leave_the_plugin_out_are_named(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, ok: bool
 ) -> None:
     monkeypatch.setenv(variable, value)
-    check = installation.check_not_filtered()
+    check = checks.check_not_filtered()
     assert check.ok is ok
     assert ok or f"{variable}={value}" in check.found
 
@@ -274,7 +272,7 @@ def test_of_gpus_nvidias_are_supported(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    check = serving.check_device()
+    check = checks.check_device()
     assert check.ok is ok
     assert "H200" in check.found if ok else "SGLANG_USE_CPU_ENGINE" in check.remedy
 
@@ -287,7 +285,7 @@ def test_of_a_cpu_it_tells_the_threads_that_attention_takes(monkeypatch: pytest.
 
     monkeypatch.setattr(platforms, "_current_platform", PlainCpuPlatform())
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert serving.check_device() == Check("device", True, f"plain CPU, {told}")
+    assert checks.check_device() == Check("device", True, f"plain CPU, {told}")
 
 
 def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +313,8 @@ def test_a_gpu_needs_flashinfer(
         (tmp_path / name).touch()
     specs = {"sgl_kernel": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "flashinfer": installed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(serving, "find_spec", specs.get)
-    check = serving.check_attention_backends()
+    monkeypatch.setattr(checks, "find_spec", specs.get)
+    check = checks.check_attention_backends()
     assert (check.found, check.ok) == (found, ok)
     assert bool(check.remedy) is not ok
 
@@ -352,28 +350,28 @@ def test_a_long_word_is_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture
 
 def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"nixl": True}
-    monkeypatch.setattr(transports, "find_spec", named.get)
-    monkeypatch.setattr(transports, "import_module", lambda name: None)
-    monkeypatch.setattr(serving.zmq, "has", lambda feature: feature == "curve")
-    found = serving.check_transfer().found
+    monkeypatch.setattr(disaggregation_options, "find_spec", named.get)
+    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: None)
+    monkeypatch.setattr(checks.zmq, "has", lambda feature: feature == "curve")
+    found = checks.check_transfer().found
     assert "encrypted with --kv-link-keys), nixl; not mooncake_tcp: the package mooncake is not installed: pip install" in found
 
     def lacks(name: str) -> None:
         raise ImportError("librdmacm.so.1: cannot open shared object file")
 
     named["mooncake"] = True
-    monkeypatch.setattr(transports, "import_module", lacks)
-    assert "; not mooncake_tcp: mooncake.engine does not load (ImportError: librdmacm.so.1" in serving.check_transfer().found
-    monkeypatch.setattr(transports, "import_module", lambda name: None)
-    monkeypatch.setattr(serving.zmq, "has", lambda feature: False)
-    found = serving.check_transfer()
+    monkeypatch.setattr(disaggregation_options, "import_module", lacks)
+    assert "; not mooncake_tcp: mooncake.engine does not load (ImportError: librdmacm.so.1" in checks.check_transfer().found
+    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: None)
+    monkeypatch.setattr(checks.zmq, "has", lambda feature: False)
+    found = checks.check_transfer()
     assert found.ok and "no CURVE), mooncake, mooncake_tcp, nixl" in found.found and found.found.startswith("progressive (ZMQ ")
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_the_router_that_serve_pd_starts_is_looked_for_and_may_be_missing(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    monkeypatch.setattr(serving, "find_spec", lambda name: object() if there and name == "sglang_router" else None)
-    found = serving.check_router()
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if there and name == "sglang_router" else None)
+    found = checks.check_router()
     assert found.ok and (found.found == "sglang_router") == there
     assert there or found.found == "none, which serve_pd needs: pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
     assert "router" in [check.name for check in doctor.examine()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.configs import model_config
 
-from sglang_ext.doctor import serving
+from sglang_ext.doctor import checks
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -27,31 +27,31 @@ def folder(tmp_path):
 
 def test_kernels_are_named_by_what_they_take(monkeypatch):
     monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
-    found = serving.packed_kernels(128, 16, torch.bfloat16, device="cpu")
+    found = checks.packed_kernels(128, 16, torch.bfloat16, device="cpu")
     assert found["read by Gluon, packed by a kernel"] == ["int4", "int8", "kivi", "rotatekv"]
     assert found["read by Triton, packed by a kernel"] == ["hack", "lynx", "turboquant"]
-    found = serving.packed_kernels(96, 1, torch.float16, device="cpu")
+    found = checks.packed_kernels(96, 1, torch.float16, device="cpu")
     plain = [name for name in catalogue.on_gpu() if name != "hack"]
     assert found == {"read by Triton, packed by PyTorch": plain, "not for such heads": ["hack"]} and "kvquant" not in plain
 
 
 def test_what_does_not_compile_for_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(packed_decode, "capability", lambda keys: (7, 5))
-    found = serving.packed_kernels(128, 4, torch.float16, device="cpu")
+    found = checks.packed_kernels(128, 4, torch.float16, device="cpu")
     assert found["not on this GPU"] == ["hack"] and not any("Gluon" in kernels for kernels in found)
 
 
 @pytest.mark.parametrize("dim", [8, 320])
 def test_heads_that_a_server_refuses_are_served_by_no_kernel(dim):
-    assert serving.packed_kernels(dim, 4, torch.bfloat16, device="cpu") == {"not for such heads": list(catalogue.on_gpu())}
+    assert checks.packed_kernels(dim, 4, torch.bfloat16, device="cpu") == {"not for such heads": list(catalogue.on_gpu())}
 
 
 def test_the_line_names_gpu_and_shape(folder, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(serving, "packed_kernels", lambda *shape: {"read by Triton, packed by PyTorch": ["kivi", "int8"]})
-    (check,) = serving.check_kernels(folder)
+    monkeypatch.setattr(checks, "packed_kernels", lambda *shape: {"read by Triton, packed by PyTorch": ["kivi", "int8"]})
+    (check,) = checks.check_kernels(folder)
     assert check.ok and check.found == (
         "NVIDIA L40S (sm_89, 99 KiB of shared memory); 128 channels a head, 4 query heads a KV head, bfloat16: "
         "Triton for scores and compressed KV; in few bits: kivi, int8 read by Triton, packed by PyTorch"
@@ -62,19 +62,19 @@ def test_a_model_that_sglang_computes_in_another_dtype_than_it_is_stored_in_is_t
     """The demo model, which is stored in float32, and which make serve gives another --dtype."""
     config = Path(folder) / "config.json"
     config.write_text(config.read_text().replace("bfloat16", "float32"))
-    serving.read_model.cache_clear()
-    (check,) = serving.check_kernels(folder)
+    checks.read_model.cache_clear()
+    (check,) = checks.check_kernels(folder)
     assert check.found.endswith("KV head, float16 unless --dtype says another (stored: float32): PyTorch")
 
 
 def test_without_a_gpu_and_without_a_model(folder, tmp_path):
-    (check,) = serving.check_kernels(folder)
+    (check,) = checks.check_kernels(folder)
     assert check.found == "no GPU; 128 channels a head, 4 query heads a KV head, bfloat16: PyTorch"
-    assert serving.check_kernels(str(tmp_path / "none")) == []
+    assert checks.check_kernels(str(tmp_path / "none")) == []
 
 
 def test_a_model_is_read_once_for_all_checks(folder, monkeypatch):
     read, config = [], model_config.ModelConfig
     monkeypatch.setattr(model_config, "ModelConfig", lambda path, **how: read.append(path) or config(path, **how))
-    assert serving.check_model(folder).ok and serving.check_kernels(folder)
+    assert checks.check_model(folder).ok and checks.check_kernels(folder)
     assert read == [folder]

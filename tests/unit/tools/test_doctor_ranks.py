@@ -7,14 +7,14 @@ import psutil
 import pytest
 import torch
 
-from sglang_ext.doctor import __main__ as doctor, cache_ranks
-from sglang_ext.doctor.installation import Check
-from sglang_ext.managers.cache_rank import process
+from sglang_ext.doctor import __main__ as doctor, checks
+from sglang_ext.doctor.checks import Check
+from sglang_ext.managers.cache_rank import rank_link
 
 
 def test_a_process_is_started_asked_and_ended() -> None:
     before = set(psutil.Process().children(recursive=True))
-    check = cache_ranks.check_cache_ranks()
+    check = checks.check_cache_ranks()
     assert check.ok and not check.remedy and check.name == "cache ranks"
     assert "a process was ready after" in check.found and f"up to {len(os.sched_getaffinity(0))}, one per core" in check.found
     assert "GB of memory free" in check.found
@@ -24,8 +24,8 @@ def test_a_process_is_started_asked_and_ended() -> None:
 
 def test_a_process_that_ends_at_once_is_a_failing_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen
-    monkeypatch.setattr(process.subprocess, "Popen", lambda command, **given: start(["false"], **given))
-    check = cache_ranks.check_cache_ranks(seconds=30)
+    monkeypatch.setattr(rank_link.subprocess, "Popen", lambda command, **given: start(["false"], **given))
+    check = checks.check_cache_ranks(seconds=30)
     assert not check.ok and "not ready after" in check.found and check.found.split(";")[0].endswith(": ended")
     assert "without --kv-cache-ranks" in check.remedy
 
@@ -37,25 +37,25 @@ def test_a_process_that_says_nothing_is_given_up_in_time(monkeypatch: pytest.Mon
         made.append(start(["sleep", "60"], **given))
         return made[-1]
 
-    monkeypatch.setattr(process.subprocess, "Popen", silent)
-    check = cache_ranks.check_cache_ranks(seconds=0.3)
+    monkeypatch.setattr(rank_link.subprocess, "Popen", silent)
+    check = checks.check_cache_ranks(seconds=0.3)
     assert not check.ok and check.found.split(";")[0].endswith(": starting")
     assert [each.poll() for each in made] == [-9], "it was ended"
 
 
 def test_without_memory_to_share_the_line_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(shape: object) -> int:
+    def none(*given: object) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(process, "allocate", none)
-    assert not cache_ranks.check_cache_ranks(seconds=5).ok
+    monkeypatch.setattr(os, "memfd_create", none)
+    assert not checks.check_cache_ranks(seconds=5).ok
 
 
 def test_a_folder_for_sockets_with_too_long_a_name_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    monkeypatch.setattr(process.tempfile, "tempdir", str(folder))
-    check = cache_ranks.check_cache_ranks(seconds=30)
+    monkeypatch.setattr(rank_link.tempfile, "tempdir", str(folder))
+    check = checks.check_cache_ranks(seconds=30)
     assert not check.ok and "TMPDIR" in check.remedy
 
 
@@ -79,11 +79,11 @@ def test_gpus_and_which_reach_each_other(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair not in apart)
-    assert cache_ranks._devices() == told
+    assert checks._devices() == told
 
 
 def test_without_a_shared_folder_ranks_share_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(cache_ranks, "SHARED_FOLDER", tmp_path / "gone")
-    assert "which ranks do not need" in cache_ranks._memory()
-    monkeypatch.setattr(cache_ranks, "SHARED_FOLDER", tmp_path)
-    assert f"{tmp_path} with " in cache_ranks._memory()
+    monkeypatch.setattr(checks, "SHARED_FOLDER", tmp_path / "gone")
+    assert "which ranks do not need" in checks._memory()
+    monkeypatch.setattr(checks, "SHARED_FOLDER", tmp_path)
+    assert f"{tmp_path} with " in checks._memory()

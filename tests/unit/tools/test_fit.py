@@ -7,14 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from sglang_ext.core import OptionError
 from sglang_ext import fit as fit_command
-from sglang_ext.tools.fit import job
-from sglang_ext.tools.fit import samples
-from sglang_ext.tools.fit import progress
+from sglang_ext.tools import predictor_fit
 from sglang_ext.fit import main
-from sglang_ext.tools.fit.samples import load_layer
-from sglang_ext.tools.fit.training import TrainingConfig, evaluate, train
-from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.mem_cache.scores.predictor import FILE, FitRecord, Predictor
+from sglang_ext.tools.predictor_fit import TrainingConfig, evaluate, load_layer, train
+from sglang_ext.mem_cache.scores import PREDICTOR_FILE, FitRecord, Predictor, model_key
 
 UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,), (0.0,))
 
@@ -47,7 +43,7 @@ def test_scores_that_are_a_linear_map_of_the_states_are_found_again(tiny, texts,
         found[..., inputs.positions] = (inputs.kept() @ known.t() - 5).transpose(1, 2).exp()
         return found
 
-    monkeypatch.setattr(samples, "reconstruction_scores", torch.no_grad()(scores))
+    monkeypatch.setattr(predictor_fit, "reconstruction_scores", torch.no_grad()(scores))
     assert fit(tiny, tmp_path / "out", "--network", network, "--samples", "240", "--epochs", "200", "--width", "48", *texts) == 0
     predictor = Predictor.read(tmp_path / "out", model_key(tiny))
     assert (predictor.layers, predictor.kv_heads, predictor.hidden_size) == (2, 2, 64)
@@ -66,8 +62,8 @@ def test_an_mlp_learns_what_no_linear_map_gives():
 
 
 def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tokens(tiny, texts, tmp_path, monkeypatch):
-    original, seen = samples.reconstruction_scores, []
-    monkeypatch.setattr(samples, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
+    original, seen = predictor_fit.reconstruction_scores, []
+    monkeypatch.setattr(predictor_fit, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
     assert fit(tiny, tmp_path / "out", *texts) == 0
     model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
     attention = model.model.layers[1].self_attn
@@ -86,7 +82,7 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
 
 @pytest.mark.parametrize(("name", "call"), [("reconstruction_scores", 2), ("train", 2)])
 def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny, texts, tmp_path, monkeypatch, name, call):
-    module = samples if name == "reconstruction_scores" else job
+    module = predictor_fit
     original, calls = getattr(module, name), []
 
     def interrupted(*arguments):
@@ -98,7 +94,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny,
     monkeypatch.setattr(module, name, interrupted)
     assert fit(tiny, tmp_path / "again", *texts) == 130
     left = contents(tmp_path / "again")
-    assert not any(path.name == FILE or path.suffix == ".partial" for path in left)
+    assert not any(path.name == PREDICTOR_FILE or path.suffix == ".partial" for path in left)
     assert fit(tiny, tmp_path / "again", *texts) == 0
     monkeypatch.undo()
     assert fit(tiny, tmp_path / "once", *texts) == 0
@@ -136,7 +132,7 @@ def test_a_predictor_of_another_model_or_version_is_refused(tmp_path, monkeypatc
     with pytest.raises(OptionError, match="another model: m, not other"):
         Predictor.read(tmp_path, "other")
     assert torch.equal(Predictor.read(tmp_path, "m").outer, made.outer) and Predictor.read(tmp_path, "m").fitted == UNKNOWN
-    monkeypatch.setattr("sglang_ext.mem_cache.scores.predictor.FORMAT", "2")
+    monkeypatch.setattr("sglang_ext.mem_cache.scores.PREDICTOR_FORMAT", "2")
     with pytest.raises(OptionError, match="format '1', this version reads '2'"):
         Predictor.read(tmp_path, "m")
 
@@ -172,7 +168,7 @@ def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
 
 
 def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(fit_command, "EVERY", 0.0)
     assert fit(tiny, tmp_path / "out", *texts) == 0
     told = capsys.readouterr().err.splitlines()
     for name, last in (("scores of texts", "tokens"), ("networks", "2 of 2 layers")):
@@ -183,8 +179,8 @@ def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, caps
 
 def test_lines_come_now_and_then(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.show_progress(Console(stderr=True, width=200)) as begin:
+    monkeypatch.setattr(fit_command.time, "monotonic", lambda: now[0])
+    with fit_command.show_progress(Console(stderr=True, width=200)) as begin:
         advance = begin("scores", 100, "tokens")
         for _ in range(100):
             now[0] += 1.0
@@ -206,7 +202,7 @@ def test_lines_come_now_and_then(capsys, monkeypatch):
 def test_what_cannot_be_fitted_is_refused_with_a_remedy(tiny, texts, tmp_path, capsys, arguments, reason):
     assert fit(tiny, tmp_path / "out", texts[0], texts[1], *arguments) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out" / FILE).exists()
+    assert not (tmp_path / "out" / PREDICTOR_FILE).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(texts, capsys):

@@ -6,14 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.scores.index import ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.tools.precompress import job
-from sglang_ext.tools.precompress import reconstruction
+from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+from sglang_ext.mem_cache.scores import model_key
+from sglang_ext import precompress as precompress_command
 from sglang_ext.precompress import main
-from sglang_ext.tools.precompress.attention_inputs import AttentionInputs
-from sglang_ext.tools.precompress.documents import PromptPrefix
-from sglang_ext.tools.precompress.reconstruction import ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, reconstruction_scores
 
 LAYERS = 2
 TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
@@ -35,7 +32,7 @@ def stored(tiny, folder):
 
 
 def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, monkeypatch):
-    monkeypatch.setattr(reconstruction, "QUERIES", 13)
+    monkeypatch.setattr("sglang_ext.tools.reconstruction.QUERIES", 13)
     tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     how = ReconstructionConfig(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
     words = {"a": [901], "bc": [902, 903]}
@@ -89,7 +86,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
     found = stored(tiny, out).match([*tokens, 1, 2, 3])
     assert found.shape == (LAYERS, 2, len(tokens) // 16 * 16) and found.isfinite().any()
 
-    monkeypatch.setattr(job, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(precompress_command, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
     assert precompress(tiny, out, document) == 0
     assert "there already" in " ".join(capsys.readouterr().err.split())
 
@@ -97,7 +94,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
 def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(tiny, document, tmp_path, monkeypatch):
     out, second = tmp_path / "scores", tmp_path / "second.txt"
     second.write_text(TEXT[::-1])
-    score, calls = job.reconstruction_scores, []
+    score, calls = reconstruction_scores, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -105,7 +102,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(
             raise KeyboardInterrupt
         return score(*arguments)
 
-    monkeypatch.setattr(job, "reconstruction_scores", interrupted)
+    monkeypatch.setattr(precompress_command, "reconstruction_scores", interrupted)
     assert precompress(tiny, out, document, second) == 130
     (first,) = out.iterdir()
     first.write_bytes(first.read_bytes()[:-1])

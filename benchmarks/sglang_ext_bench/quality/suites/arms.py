@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from sglang_ext.config.method_options import OfferedMethod, resolve_budget
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
-from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.baselines import served_method
 from sglang_ext_bench.quality.suites.options import DEFAULT_ARMS, FULL

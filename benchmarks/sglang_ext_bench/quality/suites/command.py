@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.tools import CommandError
+from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext.tools.options import split_flags
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
 from sglang_ext_bench.prompts import Tokenizer, load_tokenizer
@@ -32,8 +31,6 @@ class SuiteConfig:
     seed: int
     arms: tuple[SuiteArm, ...]
     results: Path
-    document: Path | None
-    mark: str
 
 
 def suite_config_from(args: argparse.Namespace) -> SuiteConfig:
@@ -54,10 +51,8 @@ def suite_config_from(args: argparse.Namespace) -> SuiteConfig:
         raise CommandError(f"--port {args.port} with {several}: these servers need different ports; pass 0 for free ones")
     if args.results is None:
         raise CommandError("--suite needs --results, a folder with a JSON file for each arm; pass for example --results results/quality")
-    if args.document is not None:
-        suite_report.check_marks(args.document, args.mark)
     lengths = tuple(numbers(args.lengths, "--lengths"))
-    return SuiteConfig(suites, tasks, lengths, args.cases, args.seed, parse_arms(args.arms), args.results, args.document, args.mark)
+    return SuiteConfig(suites, tasks, lengths, args.cases, args.seed, parse_arms(args.arms), args.results)
 
 
 def build_cases(config: SuiteConfig, tokenizer: Tokenizer) -> tuple[SuiteCase, ...]:
@@ -122,10 +117,7 @@ def _write_reports(
         return
     machine = suite_report.origins({each.arm: each.origin for each in results})
     settings = f"{Path(args.model).resolve().name}, {args.dtype}, {config.cases} cases of each task and length, seed {config.seed}"
-    text = suite_report.tables(arms, f"{settings}. {machine}. Points are means ± standard errors.")
-    print(text)
-    if config.document is not None:
-        suite_report.insert(config.document, config.mark, text)
+    print(suite_report.tables(arms, settings, machine))
     if args.json:
         found = {"settings": settings, "measured_on": machine, "failed": failed, "arms": suite_report.as_json(arms)}
         report.write_json(args.json, {**report.origin(), **found})

@@ -22,7 +22,7 @@ DEFAULT_ARMS = (
     "hack --kv-prefill quantized",
 )
 """On a GPU ``spade`` selects on a second stream. A selection is 2 steps old with the default of one step, and 5 to 8 with 4 steps."""
-SUITE_OPTIONS = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once", "document", "mark")
+SUITE_OPTIONS = ("cases", "lengths", "ruler_tasks", "arms", "results", "servers_at_once")
 """Options that only ``--suite`` reads."""
 SHARED_OPTIONS = (
     *("suite", "model", "seed", "concurrency", "dtype", "server_arg", "port", "start_timeout", "request_timeout"),
@@ -42,8 +42,6 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ruler-tasks", default=",".join(RULER_TASKS), help="tasks of ruler, separated by commas (default: %(default)s)")
     add("--results", type=Path, metavar="FOLDER", help="folder with a JSON file for each arm; a run adds the answers that are missing there")
     add("--servers-at-once", type=int, default=1, help="servers that run at the same time, distributed over the GPUs (default: %(default)s)")
-    add("--document", type=Path, metavar="FILE", help="write the tables between the marks of this Markdown file")
-    add("--mark", default="measured", help="name in the marks <!-- MARK: begin --> and <!-- MARK: end --> (default: %(default)s)")
 
 
 def check_unread(args: argparse.Namespace, defaults: argparse.Namespace) -> None:

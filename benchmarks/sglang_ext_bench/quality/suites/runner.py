@@ -15,7 +15,8 @@ from rich.console import Console
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
-from sglang_ext.tools.server_process import ServerProcess, file_name
+from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import SamplingSettings, generate
 from sglang_ext_bench.quality.server_measurements import (
     compressed_share,

@@ -1,6 +1,5 @@
 """Stores the scores of one arm in a JSON file. An interrupted run continues with the missing ones."""
 
-import datetime
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -9,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import file_name
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench import report
 from sglang_ext_bench.quality.suites.case import SuiteCase
-from sglang_ext_bench import drawing
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,12 @@ class StoredResults:
             self._write()
 
     def _write(self) -> None:
-        self._hardware, self._date = drawing.hardware(), datetime.date.today().isoformat()
+        origin = report.origin()
+        self._hardware, self._date = origin["hardware"], origin["date"]
         found = {
             "arm": self.arm,
             "settings": self._settings,
-            **report.origin(),
-            "hardware": self._hardware,
-            "date": self._date,
+            **origin,
             "bytes_share": self._bytes_share,
             "cases": {name: asdict(each) for name, each in self._scored.items()},
         }

@@ -1,26 +1,28 @@
 """Reports of a suite: Markdown tables, JSON values and a plot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.tools import CommandError
-from sglang_ext_bench.quality.suites.arms import FULL
-from sglang_ext_bench.quality.suites.comparison import MARGIN, NOISE, ArmScores
 from sglang_ext_bench import drawing
+from sglang_ext_bench.quality.suites.comparison import MARGIN, NOISE, ArmScores, Estimate, SuiteScore
+from sglang_ext_bench.quality.suites.options import FULL
+from sglang_ext_bench.report import markdown_table
 
 MARKERS = "o", "s", "^"
 
 
-def tables(arms: Sequence[ArmScores], settings: str) -> str:
+def tables(arms: Sequence[ArmScores], settings: str, machine: str) -> str:
     """Markdown text: the arms that stay close to full KV, a table of arms, and a table of scores by task and length.
 
     Args:
         arms: The arms, in the order of the rows.
-        settings: Model, hardware and date, in one line.
+        settings: Model and sizes, in one line.
+        machine: Hardware and date.
     """
-    return "\n\n".join((*conclusions(arms), _summary(arms), settings, _cells(arms)))
+    below = f"{settings}. {machine}. Points are means ± standard errors."
+    return "\n\n".join((*conclusions(arms), _summary(arms), below, _cells(arms)))
 
 
 def conclusions(arms: Sequence[ArmScores]) -> list[str]:
@@ -70,8 +72,7 @@ def _cells(arms: Sequence[ArmScores]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_table(header, rows))
 
 
 def as_json(arms: Sequence[ArmScores]) -> list[dict[str, Any]]:
@@ -84,31 +85,21 @@ def as_json(arms: Sequence[ArmScores]) -> list[dict[str, Any]]:
     return found
 
 
-def insert(path: Path, mark: str, text: str) -> None:
-    """Write text between the marks ``<!-- MARK: begin -->`` and ``<!-- MARK: end -->`` of a document.
-
-    Raises:
-        CommandError: The document is missing, or does not have both marks in this order.
-    """
-    check_marks(path, mark)
-    begin, end = _marks(mark)
-    before, _, rest = path.read_text().partition(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
-
-
-def check_marks(path: Path, mark: str) -> None:
-    """Check that a document has both marks.
-
-    Raises:
-        CommandError: It is missing, or does not have both marks in this order.
-    """
-    begin, end = _marks(mark)
-    if not path.is_file() or end not in path.read_text().partition(begin)[2]:
-        raise CommandError(f"--document {path} with --mark {mark}: needs a file that has the lines {begin} and {end}")
+def from_json(found: Iterable[Mapping[str, Any]]) -> list[ArmScores]:
+    """The scores that :func:`as_json` returned."""
+    arms = []
+    for arm in found:
+        suites = {
+            suite: SuiteScore(_estimate(each["score"]), None if each["difference"] is None else _estimate(each["difference"]))
+            for suite, each in arm["suites"].items()
+        }
+        cells = {(each["task"], each["length"]): _estimate(each) for each in arm["cells"]}
+        arms.append(ArmScores(arm["name"], arm["bytes_share"], suites, cells, arm["on_full_kv"], arm["missing"]))
+    return arms
 
 
-def _marks(mark: str) -> tuple[str, str]:
-    return f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+def _estimate(found: Mapping[str, Any]) -> Estimate:
+    return Estimate(found["mean"], found["error"], found["count"])
 
 
 def plot(path: Path, arms: Sequence[ArmScores], settings: str, machine: str) -> None:

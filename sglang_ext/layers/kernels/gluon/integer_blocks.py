@@ -1,6 +1,6 @@
 """Decode attention over rows that begin with blocks of whole partitions, as integer products on NVIDIA tensor cores.
 
-HACK, arXiv 2502.03589. A Gluon kernel for hack/integer_decode.py.
+HACK, arXiv 2502.03589. A Gluon kernel for packed/packed_decode.py.
 
 A program is one warp, as in packed_blocks.py, and codes are loaded into registers in the same way. The next step's key codes are loaded
 as soon as this step's are multiplied, and then the next step's value codes. A column of a product is a query in one of a step's blocks
@@ -11,8 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.exact_tokens import exact_split
+from sglang_ext.layers.kernels.gluon import fragments
 from sglang_ext.layers.kernels.gluon.integer_products import (
     B8,
     BIAS,
@@ -31,14 +30,14 @@ from sglang_ext.layers.kernels.gluon.integer_products import (
     scores_of_products,
 )
 from sglang_ext.layers.kernels.gluon.packed_blocks import PARAMETERS
-from sglang_ext.layers.kernels.gluon.tiles import LOG2E, QUERY, SUM, as_wide, finish, store_rows
+from sglang_ext.layers.kernels.gluon.tiles import LOG2E, QUERY, SUM, as_wide, exact_split, finish, store_rows
 
-WIDE = gl.constexpr(assembly.wide_product())
+WIDE = gl.constexpr(fragments.WIDE_PRODUCT)
 
 
 @gluon.jit
 def _ranges(queries, scaling, F: gl.constexpr):
-    """Scale and minimum of the queries' partitions, float32 [columns] each, as ``quantize_8bit`` of int8_codes.py computes them."""
+    """Scale and minimum of the queries' partitions, float32 [columns] each, as ``quantize_8bit`` of packed/integer_attention.py computes them."""
     query = gl.arange(0, F.value.columns, QUERY) % F.value.span
     channel, found = gl.arange(0, F.value.partition, gl.SliceLayout(1, SUM))[:, None], ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
@@ -253,7 +252,7 @@ def integer_splits_gluon(
     packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
     HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As ``integer_splits`` of ../hack/integer_attention.py. ``key_words``, ``key_numbers``: the buffer as int32 and as float16."""
+    """As ``integer_splits`` of ../packed/integer_attention.py. ``key_words``, ``key_numbers``: the buffer as int32 and as float16."""
     split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     table_at = gl.load(rows + request)
     table = token_table + table_at * table_row

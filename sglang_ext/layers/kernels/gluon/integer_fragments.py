@@ -15,16 +15,15 @@ from pathlib import Path
 
 from triton.experimental.gluon import language as gl
 
-from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, linear_layout, row_copy_layout, powers_of_two
+from sglang_ext.layers.kernels.gluon import fragments
+from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, linear_layout, powers_of_two, row_copy_layout
 
 # Numbers that share a scale: channels of a token's keys, and tokens of a channel's values (those of a block).
 PARTITIONS = (TOKENS, 2 * TOKENS)
 # Layouts of the int8 operands.
 A8, B8 = (gl.DotOperandLayout(operand, SUM, 4) for operand in range(2))
-# As in constants.py: the sources of the layouts and of the assembly.
-_FILES = ("integer_fragments.py", "fragments.py", "assembly.py")
-SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
+# As in fragments.py.
+SOURCES = sha256(Path(__file__).read_bytes() + fragments.SOURCES.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class IntegerFragments(BlockFragments):
     def key_signed(self) -> tuple[bool, ...]:
         """Whether each partition's codes are lower by 128."""
         return tuple(
-            assembly.is_signed(self.bits, self.bits * self.together * partition) for partition in range(self.partitions)
+            fragments.is_signed(self.bits, self.bits * self.together * partition) for partition in range(self.partitions)
         )
 
     @property
@@ -101,7 +100,7 @@ class IntegerFragments(BlockFragments):
     @property
     def value_signed(self) -> tuple[bool, ...]:
         """Whether each part's codes are lower by 128."""
-        return tuple(assembly.is_signed(self.bits, self.bits * part) for part in range(self.parts))
+        return tuple(fragments.is_signed(self.bits, self.bits * part) for part in range(self.parts))
 
     @property
     def doublings(self) -> int:
@@ -111,17 +110,17 @@ class IntegerFragments(BlockFragments):
     @property
     def key_assembly(self) -> tuple[str, str]:
         """PTX and register constraints that convert bytes of keys to int8."""
-        return assembly.key_codes(self.bits, self.together)
+        return fragments.key_codes(self.bits, self.together)
 
     @property
     def value_assembly(self) -> tuple[str, str]:
         """PTX and register constraints that convert bytes of values to int8."""
-        return assembly.value_codes(self.bits)
+        return fragments.value_codes(self.bits)
 
     @property
     def weight_assembly(self) -> tuple[str, str]:
         """PTX and register constraints that convert codes of weights to B."""
-        return assembly.weight_codes(self.streams)
+        return fragments.weight_codes(self.streams)
 
     def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
         count = self.bytes

@@ -10,20 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
+from sglang_ext.layers.kernels.gluon import fragments, integer_fragments
 from sglang_ext.layers.kernels.gluon.tiles import QUERY, SUM, as_wide
-from sglang_ext.layers.kernels.hack import product
+from sglang_ext.layers.kernels.packed import integer_attention
 
 A8, B8 = (gl.constexpr(part) for part in (integer_fragments.A8, integer_fragments.B8))
-BIASED = gl.constexpr(assembly.BIASED)
-BIAS = gl.constexpr(assembly.BIAS)
-AS_FLOAT = gl.constexpr(assembly.as_float())
-ROUNDED = gl.constexpr(assembly.rounded_down())
-SMALL_INTEGERS, LARGER_INTEGERS = (gl.constexpr(part) for part in (assembly.small_integers(), assembly.larger_integers()))
-FIRST_CODE, LAST_CODE = gl.constexpr(product.FIRST_CODE), gl.constexpr(product.LAST_CODE)
-SMALLEST_SCALE = gl.constexpr(product.SMALLEST_SCALE)
+BIASED = gl.constexpr(fragments.BIASED)
+BIAS = gl.constexpr(fragments.BIAS)
+AS_FLOAT, ROUNDED = gl.constexpr(fragments.AS_FLOAT), gl.constexpr(fragments.ROUNDED_DOWN)
+SMALL_INTEGERS, LARGER_INTEGERS = gl.constexpr(fragments.SMALL_INTEGERS), gl.constexpr(fragments.LARGER_INTEGERS)
+FIRST_CODE, LAST_CODE = gl.constexpr(integer_attention.FIRST_CODE.value), gl.constexpr(integer_attention.LAST_CODE.value)
+SMALLEST_SCALE = gl.constexpr(integer_attention.SMALLEST_SCALE.value)
 # Adding ROUNDING rounds a number from 0 to LAST_CODE. The lowest byte of the sum is the code, from FIRST_CODE on.
-ROUNDING = gl.constexpr(assembly.BIAS + product.FIRST_CODE)
+ROUNDING = gl.constexpr(fragments.BIAS + integer_attention.FIRST_CODE.value)
 # Tokens of a stream.
 TOKENS = gl.constexpr(fragments.TOKENS)
 
@@ -176,13 +175,9 @@ def _number_rows(numbers, KIND: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
-    """Products of queries with keys: float32 [tokens, columns].
+    """Products of queries with keys: float32 [tokens, columns], from :func:`products_with_keys` and :func:`numbers_of_keys`.
 
-    Args:
-        products: From :func:`products_with_keys`.
-        of_queries: For each partition, float32 [columns]: scales (:func:`rounded_down`), zero points, and the factors of the keys' zero
-            points.
-        of_keys: From :func:`numbers_of_keys`.
+    ``of_queries``: for each partition, float32 [columns]: scales (:func:`rounded_down`), zero points, and the factors of the keys' zero points.
     """
     scales, zeros, sums = of_keys
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
@@ -196,21 +191,17 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 
 @gluon.jit
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
-    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of int8_codes.py does.
+    """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of packed/integer_attention.py does.
 
     Args:
-        scores: float32 [tokens, columns].
-        best: Maximum so far, float32 [columns].
+        scores, best: float32 [tokens, columns], and the maximum so far, float32 [columns].
         there: Whether a column's block exists, [columns].
         mask: int32 [tokens, columns], set where codes are the first stream's.
 
     Returns:
-        The new maximum.
-        The factor for older sums.
-        The sums of weights, [16, columns], to be added over rows.
-        B of each stream.
-        The scales and the zero points, [columns] each. These zero points are the factors of the sums of value codes, once per block.
-        The factors of the values' zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
+        The new maximum, the factor for older sums, and the sums of weights, [16, columns], to be added over rows. Then B of each stream, and
+        the scales and zero points, [columns] each; these zero points are the factors of the sums of value codes, once per block. Then the
+        factors of the values' zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
     """
     N: gl.constexpr = F.value.columns
     ASSEMBLY: gl.constexpr = F.value.weight_assembly
@@ -269,9 +260,7 @@ def _of_channels(numbers, F: gl.constexpr):
 def products_with_values(words, sides, sums, F: gl.constexpr):
     """Products of value codes and weight codes: int32 [channels, columns] for each part, from BIASED on.
 
-    Args:
-        words: int32 [cells, tokens, words] for each stream, the values' codes.
-        sides, sums: Of the weights, from :func:`coded_weights`.
+    ``words``: int32 [cells, tokens, words] for each stream, the values' codes. ``sides`` and ``sums`` are of :func:`coded_weights`.
     """
     codes, found = (), ()
     for stream in gl.static_range(gl.constexpr(F.value.streams)):
@@ -290,11 +279,8 @@ def products_with_values(words, sides, sums, F: gl.constexpr):
 def add_products(outputs, products, rescale, scale, zero, rest, numbers, F: gl.constexpr):
     """Outputs by part, float32 [channels, columns], times ``rescale``, plus the weighted sums of values.
 
-    Args:
-        outputs: Outputs of each part.
-        products: From :func:`products_with_values`.
-        rescale, scale, zero, rest: Of the weights, from :func:`coded_weights`.
-        numbers: The values' scales, zero points and sums of all streams, in shared memory.
+    ``products`` are of :func:`products_with_values`; ``rescale``, ``scale``, ``zero`` and ``rest`` of :func:`coded_weights`. ``numbers``: the
+    values' scales, zero points and sums of all streams, in shared memory.
     """
     STREAMS: gl.constexpr = F.value.streams
     BYTES: gl.constexpr = F.value.bytes

@@ -1,6 +1,6 @@
 """Prefill attention over the codes of earlier blocks, in Gluon for Hopper.
 
-It is the second of the two kernels that hack/specialized_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
+It is the second of the two kernels that packed/integer_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
 in the same units.
 
 A program has three roles, each with its own warps. Two warp groups attend, with 64 rows each, so that one group's tensor-core products
@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from sglang_ext.layers.kernels.hack.prefill_attention import FAR, LOG_LAST, ROUNDED, ROUNDING
-from sglang_ext.layers.kernels.hack.prompt_codes import SHIFT
+from sglang_ext.layers.kernels.packed.prefill_attention import FAR, LOG_LAST, ROUNDED, ROUNDING
+from sglang_ext.layers.kernels.packed.prompt_codes import SHIFT
 
 # Registers per thread of attending and of loading warps. Three times 128 threads have 65,536.
 ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
@@ -62,7 +62,7 @@ def _columns_of(numbers, LAYOUT: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _in_pairs(codes):
-    """Weight codes in the token order of the stored values, as in hack/prefill_attention.py."""
+    """Weight codes in the token order of the stored values, as in packed/prefill_attention.py."""
     ROWS: gl.constexpr = codes.shape[0]
     TOKENS: gl.constexpr = codes.shape[1]
     return codes.reshape(ROWS, TOKENS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, TOKENS)
@@ -252,12 +252,9 @@ def _room(source, STAGES: gl.constexpr):
 def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, requests, count, blocks, F: gl.constexpr):
     """Attend for 128 rows of a block of one request to the codes of earlier blocks. Blocks that read most are scheduled first.
 
-    Args:
-        keys, scales, terms, values, value_scales, zeros: TMA descriptors of codes (hack/prompt_codes.py). A step is one box.
-        left: ``PrefillQueryCodes`` of specialized_prefill.py.
-        out: [tokens, heads, channels of a value]. Holds the output over exact tokens, and receives the output over all tokens.
-        requests: ``PromptBatch.numbers`` of ``count`` requests.
-        blocks: Blocks of all requests.
+    ``keys`` to ``zeros``: TMA descriptors of codes (packed/prompt_codes.py). A step is one box. ``left``: ``PrefillQueryCodes``
+    (packed/integer_prefill.py). ``out``, [tokens, heads, channels of a value], holds the output over exact tokens, and receives the output
+    over all tokens. ``requests``: ``PromptBatch.numbers`` of ``count`` requests. ``blocks``: blocks of all requests.
     """
     P: gl.constexpr = F.value.partition
     BLOCK: gl.constexpr = F.value.block

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from triton.experimental.gluon import language as gl
 
-from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT
+from sglang_ext.layers.kernels.packed.prompt_codes import MEANS, SHIFT
 
-# As in constants.py.
+# As in fragments.py.
 SOURCES = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 # Rows of a warp group and of a program, and supported partitions.
 ROWS, PROGRAM_ROWS, PARTITIONS = 64, 128, (64, 128)
@@ -35,12 +35,9 @@ class PrefillSteps:
     Attributes:
         partition: Channels of a key that share a scale, and tokens of values that share a scale. Also the tokens of a step.
         dim, value_dim: Channels of a key, and of a value.
-        heads: KV heads.
-        group: Query heads that share a KV head.
-        block: Tokens of a block.
-        sinks: Tokens before all blocks.
-        columns: Columns of the keys' terms.
-        zeros: Rows of the values' zero points.
+        heads, group: KV heads, and query heads that share one.
+        block, sinks: Tokens of a block, and tokens before all blocks.
+        columns, zeros: Columns of the keys' terms, and rows of the values' zero points.
         stages: Steps that shared memory holds.
         sources: Hash of the code that defines the layouts.
     """
@@ -147,5 +144,5 @@ class PrefillSteps:
 
     @property
     def lacking(self) -> float:
-        """Factor of the rows of ``zeros`` after the values' zero points. See hack/prompt_codes.py."""
+        """Factor of the rows of ``zeros`` after the values' zero points. See packed/prompt_codes.py."""
         return float(SHIFT.value * self.partition // MEANS.value)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.layout import RAW, PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import RAW, PageLayout, PageTensors, StreamBatch
 
 
 class Streams(NamedTuple):
@@ -87,11 +86,7 @@ def encode_page_into(
 def decode_page_from(
     anchors: StreamBatch, residuals: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor
 ) -> None:
-    """Decode a page of several tensors, none of them raw. Does not wait for the device.
-
-    Args:
-        anchors, residuals: ``coded_bytes`` and ``int8_bytes`` each. Without residuals (None), the anchors alone are decoded.
-        outs, slots: As in :func:`decode_page`.
+    """Decode a page of several tensors, none of them raw, as :func:`decode_page`. Streams have ``coded_bytes`` and ``int8_bytes`` each.
 
     Raises:
         ValueError: The tensors do not fit the layout.

@@ -16,10 +16,20 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import pytorch_codec
-from sglang_ext.layers.kernels.lynx.chunk_scales import find_scales
-from sglang_ext.layers.kernels.lynx.levels import fine_bounds, max_level, level_step
-from sglang_ext.layers.kernels.lynx.quads import extremes, padded_tokens, float32_of, load_quads, numbers_of, quarters
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
+from sglang_ext.layers.kernels.lynx.layout import fine_bounds, level_step, max_level
+from sglang_ext.layers.kernels.lynx.tiles import (
+    CHUNK,
+    at_address,
+    extremes,
+    find_scales,
+    float32_of,
+    load_quads,
+    numbers_of,
+    padded_tokens,
+    quarters,
+    slots_of,
+    store_plane,
+)
 
 CLEAR = tl.constexpr(pytorch_codec.CLEAR)
 # I with its sign is one number n from -F to F. It has the index n + ZERO.
@@ -140,22 +150,6 @@ def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
-    """The quarters of ``words``, hidden from the compiler, which would otherwise keep numbers that are cheaper to recompute.
-
-    Each branch has its own MOVE.
-    """
-    if PTX:
-        a = tl.inline_asm_elementwise(MOVE, "=r,r", [words[0]], tl.int32, True, 1)
-        b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
-        c = tl.inline_asm_elementwise(MOVE, "=r,r", [words[2]], tl.int32, True, 1)
-        d = tl.inline_asm_elementwise(MOVE, "=r,r", [words[3]], tl.int32, True, 1)
-        return quarters(a), quarters(b), quarters(c), quarters(d)
-    else:
-        return quarters(words[0]), quarters(words[1]), quarters(words[2]), quarters(words[3])
-
-
-@triton.jit
 def _hidden(word, ASSEMBLY: tl.constexpr):
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [word], tl.int32, True, 1)
 
@@ -249,13 +243,8 @@ def encode_tiles(
 ):  # fmt: skip
     """Encode one row of chunks of QUADS quads of channels of a part: the anchor, and the 8-bit residual unless ``residuals`` is None.
 
-    The first byte of an anchor stream must be 0. It becomes 1 if scales do not cover a chunk.
-
-    Args:
-        bounds: From :func:`edges`, float32.
-        table: From :func:`cells`, float32.
-        STRIDE: Elements from one token to the next.
-        PTX: Use NVIDIA instructions.
+    The first byte of an anchor stream must be 0. It becomes 1 if scales do not cover a chunk. ``bounds`` are from :func:`edges`, ``table`` is
+    from :func:`cells`, float32. STRIDE: elements from one token to the next. PTX: use NVIDIA instructions.
     """
     row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * QUADS
     quad = begin + tl.arange(0, QUADS)

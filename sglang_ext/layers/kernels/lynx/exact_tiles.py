@@ -1,9 +1,9 @@
-"""Kernels for exact residuals: count, write and read a block of 64 channels of a row. bins.py is the PyTorch version."""
+"""Kernels for exact residuals: count, write and read a block of 64 channels of a row. pytorch_codec.py is the PyTorch version."""
 
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, load_codes, load_scales, stream
 
@@ -118,7 +118,7 @@ def or_bits(target, index, width, TOGETHER: tl.constexpr):
     place = tl.reshape(index_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
     start = tl.min(place, 2)
     index = tl.reshape(index.to(tl.uint64), (CHUNK, BLOCK // TOGETHER, TOGETHER))
-        # A shift by 64 occurs only for indices of 0 bits.
+    # A shift by 64 occurs only for indices of 0 bits.
     shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
     word = tl.sum(index << shift, 2)
     at = target + start // UNIT

@@ -1,4 +1,5 @@
-"""Layout of the two streams of a KV page. Code that transports streams needs no other file of this package.
+"""Layout of the two streams of a KV page, the values of codes, and the tensors whose pages are encoded together. Code that transports streams
+needs no other file of this package.
 
 A page is [tokens, channels] of one tensor of a pool, the keys or values of a layer. It is divided into chunks: 32 consecutive tokens of
 one channel. The last chunk may have fewer. A row of chunks has one chunk of each channel.
@@ -20,7 +21,7 @@ The residual stream of ``reference="int8"`` is the planes of [tokens, channels] 
 
 The residual stream of ``reference="exact"`` is uint32 [rows, ceil(channels / 64)], padded to 8 bytes, and then bits. Each uint32 is the
 offset, in units of 8 bytes after them, of a block of 64 channels of a row. The elements of a block are ordered by token, then by channel,
-lowest bits first. Each element is its number's index in a bin (bins.py). The number's code and its chunk's scales determine the bin. The
+lowest bits first. Each element is its number's index in a bin (pytorch_codec.py). The number's code and its chunk's scales determine the bin. The
 index has as many bits as the bin's last index.
 
 The residual stream of a raw page is empty.
@@ -30,14 +31,78 @@ are a plane of the upper 4 bits and a plane of the rest. A plane of w bits has `
 channels, the first in the lowest bits.
 
 The codes and residuals of sinks have no meaning. In an exact residual they have no bits.
+
+The values of codes are levels in [-1, 1], denser near 0 (Lynx, Algorithm 1), with bounds between them.
+A number ``y`` is companded to ``I = round(F * ln(1 + a |y|) / ln(1 + a))``, which has 8 bits with its sign. An anchor of b bits is
+the sign and ``V = (I + 2 ** (r - 1) - 1) >> r``, the highest b - 1 bits of I, rounded. The residual, of r = 8 - b bits, restores I from V.
+``F`` is the greatest multiple of V's step, so that the anchor alone represents the extreme of a chunk exactly. ``V = 0`` with a sign
+means a quarter of a step, not 0.
+
+Levels and bounds have 13 significant bits, so that their products with a float16 are exact in float32. Therefore a product and a sum
+round the same on every device, whether the compiler fuses them into one instruction or not.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
-from sglang_ext.layers.kernels.lynx.levels import ANCHORS, BITS
+# Bits of anchor and residual together.
+BITS = 8
+# Bits of an anchor.
+ANCHORS = (2, 3, 4)
+# Parameter a of the companding. All values from 1 to 4 are equally good.
+CURVE = 2.0
+# Significant bits of a level: the 24 of float32 less the 11 of float16.
+SIGNIFICANT = 13
+
+
+def level_step(bits: int) -> int:
+    """Number of values of I that share one V, for an anchor of ``bits``."""
+    return 2 ** (BITS - bits)
+
+
+def max_level(bits: int) -> int:
+    """F: the I of the extremes, 112 for an anchor of 4 bits."""
+    return level_step(bits) * (2 ** (bits - 1) - 1)
+
+
+def expand_level(companded: float, bits: int) -> float:
+    """The number in [0, 1] that corresponds to an I, rounded to 13 significant bits."""
+    size = math.expm1(companded / max_level(bits) * math.log1p(CURVE)) / CURVE
+    mantissa, exponent = math.frexp(size)
+    return math.ldexp(round(mantissa * 2**SIGNIFICANT), exponent - SIGNIFICANT)
+
+
+@lru_cache(maxsize=None)
+def fine_levels(bits: int) -> tuple[float, ...]:
+    """Levels of I, from 0 to F."""
+    return tuple(expand_level(i, bits) for i in range(max_level(bits) + 1))
+
+
+@lru_cache(maxsize=None)
+def fine_bounds(bits: int) -> tuple[float, ...]:
+    """Lower bounds of I, from 0 to F. The bound of 0 is 0."""
+    return (0.0, *(expand_level(i - 0.5, bits) for i in range(1, max_level(bits) + 1)))
+
+
+@lru_cache(maxsize=None)
+def levels(bits: int) -> tuple[float, ...]:
+    """Levels of an anchor's codes 0 to ``2 ** bits - 1``, ascending. Code ``2 ** (bits - 1)`` is the smallest positive one."""
+    size = level_step(bits)
+    steps = [expand_level(size / 4, bits), *(expand_level(size * v, bits) for v in range(1, 2 ** (bits - 1)))]
+    return (*(-each for each in reversed(steps)), *steps)
+
+
+@lru_cache(maxsize=None)
+def bounds(bits: int) -> tuple[float, ...]:
+    """Lower bounds of an anchor's codes, and the end of the last: ``2 ** bits + 1`` numbers from -1 to 1."""
+    size = level_step(bits)
+    ends = [*(fine_bounds(bits)[size * v - size // 2 + 1] for v in range(1, 2 ** (bits - 1))), 1.0]
+    return (*(-each for each in reversed(ends)), 0.0, *ends)
+
 
 CHUNK = 32
 HEADER = 16
@@ -156,3 +221,93 @@ class PageLayout:
         raise ValueError(
             f"an anchor stream of {anchor_bytes} bytes does not fit {self}, which has {allowed}: pass the layout that it was encoded with"
         )
+
+
+# Addresses of streams and tensors are multiples of this.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class PageTensors:
+    """Tensors whose pages are repeatedly encoded and decoded together. They are checked once.
+
+    Attributes:
+        tensors: [tokens or slots, channels], all of one dtype and shape with the same strides, channels contiguous.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def from_tensors(cls, tensors: "Sequence[torch.Tensor] | PageTensors") -> "PageTensors":
+        """Create from tensors whose channels may be [heads, dim]. Raises ValueError if they differ, or channels are not contiguous."""
+        if isinstance(tensors, PageTensors):
+            return tensors
+        flat = tuple(tensor.view(len(tensor), -1) for tensor in tensors)
+        kinds = {(each.shape, each.dtype, each.stride()) for each in flat}
+        if len(kinds) != 1 or flat[0].stride(1) != 1:
+            raise ValueError(
+                f"{', '.join(map(_described, flat[:2]))}: tensors must have the same shape, dtype and strides, and contiguous channels; "
+                "pass contiguous copies"
+            )
+        return cls(flat)
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """Addresses of the tensors, int64 [parts], on the device. Raises ValueError as :func:`addresses`."""
+        return addresses(self.tensors)
+
+    def check(self, layout: PageLayout, slots: torch.Tensor | None) -> None:
+        """Check that the tensors' ``slots`` hold pages of ``layout``. Raises ValueError that names the difference."""
+        one = self.tensors[0]
+        if one.shape[1] != layout.channels or one.dtype != layout.dtype:
+            raise ValueError(
+                f"{_described(one)} does not fit {layout}, which needs its dtype and contiguous channels: pass a pool's buffer, or its "
+                "contiguous copy"
+            )
+        if len(one if slots is None else slots) != layout.tokens:
+            given = None if slots is None else tuple(slots.shape)
+            raise ValueError(f"{_described(one)}, slots {given}: {layout} has {layout.tokens} tokens")
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """Streams of a page's parts, all of the same size, at regular distances in one memory.
+
+    Attributes:
+        memory: uint8 [bytes]. On a GPU, its address is a multiple of ``ALIGNMENT``.
+        begins: int64 [parts], offset of each stream in ``memory``, on its device. Multiples of ``ALIGNMENT``.
+        first, width: Offset of the first stream, and bytes from one stream to the next.
+        size: Bytes of each stream.
+    """
+
+    memory: torch.Tensor
+    begins: torch.Tensor
+    first: int
+    width: int
+    size: int
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The streams, uint8 [parts, size]."""
+        return self.memory.as_strided((len(self.begins), self.size), (self.width, 1), self.memory.storage_offset() + self.first)
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """Addresses of the streams, int64 [parts], on the device."""
+        return self.begins + self.memory.data_ptr()
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Addresses of tensors, int64 [tensors], on their device.
+
+    Raises:
+        ValueError: An address is not a multiple of ``ALIGNMENT``, so kernels cannot read it.
+    """
+    found = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    if torch.any(found % ALIGNMENT):
+        raise ValueError(f"addresses {found.tolist()}: tensors must begin at multiples of {ALIGNMENT} bytes; pass a copy")
+    return found.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else found
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"

@@ -1,15 +1,162 @@
-"""Encodes and decodes the streams of a page in PyTorch. The kernels write the same bytes."""
+"""Encodes and decodes the streams of a page in PyTorch. The kernels write the same bytes.
+
+Codes of 2 to 6 bits are packed into planes of 4, 2 and 1 bits (layout.py).
+
+An exact residual is a number's index in the bin of its code, which restores the pool's bits from an anchor.
+The bin of a code contains the numbers of the pool's dtype from one bound to the next, in the order of floats, with -0 just below 0. The
+rank in this order is called the ordinal: the bit pattern as an integer, with the order of negative patterns reversed. The encoder and
+the decoder both compute a bin's first and last number from code and scales. An index has as many bits as the last index of its bin.
+"""
 
 import math
 from collections.abc import Sequence
 
 import torch
 
-from sglang_ext.layers.kernels.lynx import bins, planes
-from sglang_ext.layers.kernels.lynx.layout import CHUNK, HEADER, RAW, PageLayout
-from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_levels, max_level, levels
-from sglang_ext.layers.kernels.lynx.page_tensors import PageTensors, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import (
+    BLOCK,
+    CHUNK,
+    CURVE,
+    HEADER,
+    PLANES,
+    RAW,
+    UNIT,
+    PageLayout,
+    PageTensors,
+    StreamBatch,
+    bounds,
+    fine_bounds,
+    fine_levels,
+    levels,
+    max_level,
+)
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes, compute_scales, read
+
+
+def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack uint8 [tokens, channels] codes into planes, uint8 [tokens * channels * bits / 8]."""
+    tokens, left, planes = len(codes), bits, []
+    for width in PLANES[bits]:
+        left -= width
+        each = codes >> left & (1 << width) - 1
+        while width < 8:
+            pairs = each.view(tokens, -1, 2)
+            each = pairs[..., 0] | pairs[..., 1] << width
+            width *= 2
+        planes.append(each.flatten())
+    return torch.cat(planes)
+
+
+def unpack_planes(planes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
+    """Unpack the codes, uint8 [tokens, channels], from planes of :func:`pack_planes`."""
+    channels = len(planes) * 8 // (bits * tokens)
+    codes = torch.zeros(tokens, channels, dtype=torch.uint8, device=planes.device)
+    left, begin = bits, 0
+    for width in PLANES[bits]:
+        left -= width
+        size = tokens * channels * width // 8
+        each = planes[begin : begin + size].view(tokens, -1)
+        begin, share = begin + size, 8
+        while share > width:
+            share //= 2
+            each = torch.stack([each & (1 << share) - 1, each >> share], -1).flatten(1)
+        codes |= each << left
+    return codes
+
+
+# Integer types of the same size, and the masks that reverse the order of negative patterns.
+PATTERNS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
+
+
+def ordinals(numbers: torch.Tensor) -> torch.Tensor:
+    """Ordinals of floats, int64."""
+    kind, turn = PATTERNS[numbers.itemsize]
+    patterns = numbers.view(kind).long()
+    return torch.where(patterns < 0, patterns ^ turn, patterns)
+
+
+def from_ordinals(ranks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats of ordinals."""
+    kind, turn = PATTERNS[dtype.itemsize]
+    return torch.where(ranks < 0, ranks ^ turn, ranks).to(kind).view(dtype)
+
+
+def first_reaching(bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The ordinal of the smallest number of ``dtype`` that is not less than a float32, int64. For 0, the ordinal of -0."""
+    nearest = bound.to(dtype)
+    ranks = torch.where(nearest == 0, 0, ordinals(nearest))
+    less = nearest.float() < bound
+    return torch.where(less, ranks + 1, torch.where(nearest == 0, -1, ranks))
+
+
+def bins(codes: torch.Tensor, scales: ChunkScales, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """First ordinal and last index of each code's bin, int64 [rows, 32, channels], as ``codes``."""
+    # Computed per chunk, because a chunk has fewer bounds than numbers.
+    ends = scales.mu[:, None] + scales.sigma[:, None] * torch.tensor(bounds(bits), device=codes.device)[:, None]
+    reached = first_reaching(ends, dtype)
+    last = reached[:, 1:] - 1
+    # The last bin includes its end, because the end is a number of the chunk. 0 counts twice, as -0 and 0.
+    last[:, -1] += torch.where(ends[:, -1] == 0, 2, 1)
+    first = reached.gather(1, codes)
+    return first, last.gather(1, codes) - first
+
+
+def widths(last: torch.Tensor) -> torch.Tensor:
+    """Bits of an index, int64, if the last index of its bin is ``last``, from 0 to 2 ** 32 - 1."""
+    # Clearing the second highest bit keeps rounding from reaching the next power.
+    power = (last & ~(last >> 1)).float().view(torch.int32) >> 23
+    return (power.long() - 126).clamp(min=0)
+
+
+def positions(width: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """First bits of the indices, int64 [rows, 32, channels], and starts of the blocks, int64 [rows * blocks + 1], in units."""
+    rows, blocks, channels = layout.rows, layout.blocks, layout.channels
+    filled = torch.nn.functional.pad(width, (0, blocks * BLOCK - channels))
+    inside = filled.view(rows, CHUNK, blocks, BLOCK).transpose(1, 2).reshape(rows * blocks, CHUNK * BLOCK)
+    ends = inside.cumsum(1)
+    units = (ends[:, -1] + 8 * UNIT - 1) // (8 * UNIT)
+    starts = torch.nn.functional.pad(units.cumsum(0), (1, 0))
+    found = starts[:-1, None] * 8 * UNIT + ends - inside
+    return found.view(rows, blocks, CHUNK, BLOCK).transpose(1, 2).reshape(rows, CHUNK, -1)[..., :channels], starts
+
+
+def encode_indices(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """The exact residual stream, uint8 [bytes], of indices in bins and the bins' last indices, int64 [rows, 32, channels] each.
+
+    ``coded``: bool [rows, 32, 1], tokens of the page that are not sinks.
+    """
+    width = widths(last) * coded
+    place, starts = positions(width, layout)
+    held, place = (index * (width > 0)).flatten(), place.flatten()
+    moved = held << (place & 31)
+    # One extra word absorbs additions of 0 after the last word.
+    words = torch.zeros(2 * int(starts[-1]) + 1, dtype=torch.int64, device=index.device)
+    words.index_add_(0, place >> 5, moved & 0xFFFFFFFF).index_add_(0, ((place >> 5) + 1).clamp(max=len(words) - 1), moved >> 32)
+    heads = torch.zeros(layout.index_bytes // 4, dtype=torch.int64, device=index.device)
+    heads[: len(starts) - 1] = starts[:-1]
+    return as_bytes(torch.cat([heads, words[:-1]]).to(torch.int32))
+
+
+def decode_indices(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Decode the indices, int64 [rows, 32, channels], from a stream of :func:`encode_indices`.
+
+    Raises:
+        ValueError: The stream's size is not the one that codes and scales imply.
+    """
+    width = widths(last) * coded
+    place, starts = positions(width, layout)
+    expected = layout.index_bytes + UNIT * int(starts[-1])
+    if len(residual) != expected:
+        raise ValueError(
+            f"an exact residual of {len(residual)} bytes does not fit its anchor, which needs {expected}: pass the anchor's own residual"
+        )
+    words = residual[layout.index_bytes :].clone().view(torch.int32).long() & 0xFFFFFFFF
+    words = torch.nn.functional.pad(words, (0, 2))
+    low, high = words[place >> 5], words[(place >> 5) + 1]
+    shift = place & 31
+    # The highest of the 64 bits may act as a sign bit. It is shifted out or masked.
+    return (high << 32 | low) >> shift & (1 << width) - 1
+
 
 # If sigma is above this share of mu, float32 separates adjacent bounds, and an estimate of I is off by at most one.
 CLEAR = 2.0**-11
@@ -76,18 +223,10 @@ def _reached(
 
 
 def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor streams of adjacent pages, and the residual streams of the 8-bit reference.
+    """Anchor streams of adjacent pages, uint8 [parts, coded_bytes], and the residual streams of the 8-bit reference, uint8 [parts, int8_bytes].
 
-    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, with the same number of
-    operations.
-
-    Args:
-        x: [tokens, parts * channels] of the layout's dtype.
-        layout: Layout of one page.
-
-    Returns:
-        Anchors, uint8 [parts, coded_bytes], and residuals, uint8 [parts, int8_bytes]. If a header says raw, the scales and codes have
-        no meaning.
+    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, ``x`` [tokens, parts * channels],
+    with the same number of operations. If a header says raw, the scales and codes have no meaning.
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
@@ -113,8 +252,8 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
 
 def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
     """The planes of each part, uint8 [parts, bytes], from uint8 [tokens, parts * channels] codes."""
-    all_planes, begin, found = planes.pack_planes(codes, bits), 0, []
-    for width in planes.PLANES[bits]:
+    all_planes, begin, found = pack_planes(codes, bits), 0, []
+    for width in PLANES[bits]:
         end = begin + codes.numel() * width // 8
         found.append(_split_parts(all_planes[begin:end], len(codes), parts))
         begin = end
@@ -129,7 +268,7 @@ def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
 def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
     """Codes, uint8 [tokens, channels]; scales; and sinks, [sinks, channels]."""
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
-    codes = planes.unpack_planes(parts["codes"], layout.bits, layout.tokens)
+    codes = unpack_planes(parts["codes"], layout.bits, layout.tokens)
     sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
     return codes, read(parts, layout.rows, layout.short_scales), sinks
 
@@ -137,9 +276,9 @@ def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor
 def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """The exact residual stream, uint8 [bytes], of a page and its coded anchor."""
     codes, scales, _ = _read_anchor(anchor, layout)
-    first, last = bins.bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
-    index = bins.ordinals(_chunks(x, layout).contiguous()) - first
-    return bins.encode_indices(index, last, _coded(layout, x.device), layout)
+    first, last = bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
+    index = ordinals(_chunks(x, layout).contiguous()) - first
+    return encode_indices(index, last, _coded(layout, x.device), layout)
 
 
 def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: PageLayout) -> torch.Tensor:
@@ -147,14 +286,14 @@ def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: Pa
     codes, scales, sinks = _read_anchor(anchor, layout)
     coded, chunks = _coded(layout, anchor.device), _chunks(codes, layout).long()
     if residual is not None and layout.reference == "exact":
-        first, last = bins.bins(chunks, scales, layout.bits, layout.dtype)
-        page = bins.from_ordinals(first + bins.decode_indices(residual, last, coded, layout), layout.dtype)
+        first, last = bins(chunks, scales, layout.bits, layout.dtype)
+        page = from_ordinals(first + decode_indices(residual, last, coded, layout), layout.dtype)
     else:
         if residual is None:
             meant = torch.tensor(levels(layout.bits), device=anchor.device)[chunks]
         else:
             half, residual_bits = 2 ** (layout.bits - 1), layout.residual_bits
-            rest = _chunks(planes.unpack_planes(residual, residual_bits, layout.tokens), layout).long()
+            rest = _chunks(unpack_planes(residual, residual_bits, layout.tokens), layout).long()
             above = chunks >= half
             v = torch.where(above, chunks - half, half - 1 - chunks)
             i = ((v << residual_bits) + 2 ** (residual_bits - 1) - rest).clamp(0, max_level(layout.bits))

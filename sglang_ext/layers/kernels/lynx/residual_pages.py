@@ -1,6 +1,6 @@
 """Kernels that write pages to host memory as residuals and anchors, or whole, and read them back.
 
-mem_cache/host_tier/residuals.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
+mem_cache/host_tier/page_copies.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
 32 tokens, of one buffer of one page. If a page's size marks it as whole, its numbers are copied unchanged. Data in host memory may
 be corrupted. The kernels therefore never read outside the page's host memory.
 """
@@ -11,20 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout as streams
-from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, index_places, from_ordinals, or_bits, to_ordinals, read_bits
-from sglang_ext.layers.kernels.lynx.triton_codec import LIKE, device_table
-from sglang_ext.layers.kernels.lynx.levels import bounds
+from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, from_ordinals, index_places, or_bits, read_bits, to_ordinals
+from sglang_ext.layers.kernels.lynx.layout import bounds
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK
+from sglang_ext.layers.kernels.lynx.triton_codec import LIKE, device_table
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.lynx.layout import PageLayout
-    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 BLOCK, UNIT = tl.constexpr(streams.BLOCK), tl.constexpr(8 * streams.UNIT)
-UNIT_BYTES = tl.constexpr(streams.UNIT)
 
 
 @triton.jit
@@ -133,11 +132,7 @@ def write_rooms(
     DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
     LIKE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Write pages to host memory. The residuals' bits are ORed into zeros.
-
-    Args:
-        heads: int32, first unit of each tile's bits, in the order of ``count_bits``' units.
-    """
+    """Write pages to host memory. The residuals' bits are ORed into zeros. ``heads``: int32, first unit of each tile's bits."""
     page = tl.program_id(2)
     number, pool = _buffer(key_table, value_table, LAYERS, LIKE)
     row, channel = _tile(BLOCKS)

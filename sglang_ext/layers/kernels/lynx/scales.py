@@ -52,12 +52,7 @@ def next_up(numbers: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def means(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """Means of chunks, float32 [rows, channels].
-
-    Args:
-        x: float32 [rows, 32, channels].
-        size: float32 [rows, channels], the largest absolute value.
-    """
+    """Means of chunks, float32 [rows, channels], of ``x``, [rows, 32, channels]. ``size``: the largest absolute value of each chunk."""
     exponent = (size.view(torch.int32) >> 23).clamp(LEAST, MOST)
     grow = ((2 * BIAS + INTEGER - 1 - exponent) << 23).view(torch.float32)
     shrink = ((exponent - INTEGER + 1 - SHARE) << 23).view(torch.float32)
@@ -71,12 +66,7 @@ def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch
 
 
 def compute_scales(x: torch.Tensor, short: bool) -> EncodedScales:
-    """Scales of a page's chunks.
-
-    Args:
-        x: float32 [rows, 32, channels]. Chunks with fewer numbers repeat some of the page's numbers.
-        short: Use scales of 8 bits.
-    """
+    """Scales of a page's chunks, float32 [rows, 32, channels]. Chunks with fewer numbers repeat some. ``short``: use scales of 8 bits."""
     low, high = x.amin(1), x.amax(1)
     mean = means(x, torch.maximum(low.abs(), high.abs()))
     sound = (low >= -LARGEST) & (high <= LARGEST) & mean.isfinite()

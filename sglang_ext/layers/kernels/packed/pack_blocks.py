@@ -1,20 +1,20 @@
 """Packs the kept tokens of each KV head into the blocks of compressed KV (block_layout.py): one launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points equal those of the PyTorch code
-(compressors/contracts/quantizer.py, turboquant.py, lynx.py) within rounding. A number halfway between two codes may get the other code.
-Stochastic rounding (hack.py) gives the same bytes, because no two operations are fused into one that rounds once.
+(mem_cache/compressors/) within rounding. A number halfway between two codes may get the other code.
+Stochastic rounding (integer_quantizers.py) gives the same bytes, because no two operations are fused into one that rounds once.
 """
+
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.addresses import buffer_pointer
-from sglang_ext.layers.kernels.gpu_launch import dtype_name, launch_first_fitting
-from sglang_ext.mem_cache.compressed.layouts import rounding
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
+from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # Supported channels of a head, tokens of a stochastically rounded block and of other blocks, and dtypes of a pool.
 DIMS, DRAWN_TOKENS, TOKENS, DTYPES = (64, 128), (64, 128), (64,), (torch.bfloat16, torch.float16, torch.float32)
@@ -29,11 +29,11 @@ ROTATED_PART = 32
 SMALLEST = tl.constexpr(2.0**-24)
 # The largest float16. Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
-# Constants of the noise (mem_cache/compressed/layouts/rounding.py).
-LANE_STEP, CHANNEL_STEP = tl.constexpr(rounding.LANE_STEP), tl.constexpr(rounding.CHANNEL_STEP)
-SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, rounding.SHIFTS)
-FACTOR_0, FACTOR_1 = map(tl.constexpr, rounding.FACTORS)
-NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - rounding.NOISE_BITS), tl.constexpr(2.0**-rounding.NOISE_BITS)
+# Constants of the noise (mem_cache/compressed/layouts/block_layout.py).
+LANE_STEP, CHANNEL_STEP = tl.constexpr(block_layout.LANE_STEP), tl.constexpr(block_layout.CHANNEL_STEP)
+SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, block_layout.SHIFTS)
+FACTOR_0, FACTOR_1 = map(tl.constexpr, block_layout.FACTORS)
+NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - block_layout.NOISE_BITS), tl.constexpr(2.0**-block_layout.NOISE_BITS)
 
 
 @triton.jit
@@ -97,14 +97,14 @@ def _quantize_centred(groups, bounds, LAST: tl.constexpr):
     scale = _next(scale, (zero + scale < high) | (zero - scale > low))
     codes = tl.zeros_like(groups) + ROUNDING
     for code in tl.static_range(LAST):
-        # The product is exact: fused with the sum or not, the code's bin begins here (lynx/bins.py).
+        # The product is exact: fused with the sum or not, the code's bin begins here (lynx/pytorch_codec.py).
         codes += tl.where(groups >= tl.load(bounds + code) * scale + zero, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
 
 
 @triton.jit
 def _hash(numbers):
-    """Hash of uint32, as in rounding.py."""
+    """Hash of uint32, as in block_layout.py."""
     numbers = (numbers ^ (numbers >> SHIFT_0)) * FACTOR_0
     numbers = (numbers ^ (numbers >> SHIFT_1)) * FACTOR_1
     return numbers ^ (numbers >> SHIFT_2)
@@ -112,7 +112,7 @@ def _hash(numbers):
 
 @triton.jit
 def token_noise(seeds, lane, DIM: tl.constexpr):
-    """Rounding noise for tokens with these ``seeds``, int32, in a ``lane``: float32 [tokens, dim], equal to that of rounding.py."""
+    """Rounding noise for tokens with these ``seeds``, int32, in a ``lane``: float32 [tokens, dim], equal to that of block_layout.py."""
     of_tokens = _hash(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
     channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
     return (_hash(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
@@ -192,14 +192,8 @@ def pack_tiles(
 ):  # fmt: skip
     """Pack ``BLOCKS`` blocks of one head, whose scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
-    Args:
-        bounds: The quantizer's bounds.
-        seeds: Seeds of the tokens in ``sources``.
-        layers: Numbers of the layers in the model.
-        lane: Noise lane of layer 0 and the first head.
-        PART: Channels that are rotated at a time. Below ``DIM``, the rotation is read again for each block.
-        FINDING: The quantizer's ``finding``.
-        SUMS: Whether blocks hold sums of codes.
+    ``bounds`` and FINDING are the quantizer's. ``layers`` are the layers' numbers in the model, ``lane`` is the noise lane of layer 0 and the
+    first head. PART channels are rotated at a time; below DIM, the rotation is read again for each block. SUMS: blocks hold sums of codes.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -243,7 +237,41 @@ def pack_tiles(
             _store_parameters(sums, cells, slots, slot_stride * SIZE, CODES + 4 * COUNT, CELL)
 
 
-def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
+class PackedBlocks(Protocol):
+    """How the cells of a pool store the blocks of a quantizer: what kernels read of :class:`Packing`."""
+
+    @property
+    def quantizer(self) -> Quantizer: ...
+    @property
+    def keys(self) -> BlockLayout: ...
+    @property
+    def values(self) -> BlockLayout: ...
+    @property
+    def block_slots(self) -> int: ...
+
+    def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+
+class PoolBuffers(Protocol):
+    """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def key_table(self) -> torch.Tensor: ...
+    @property
+    def value_table(self) -> torch.Tensor: ...
+    @property
+    def layer_table(self) -> torch.Tensor: ...
+    @property
+    def first_head(self) -> int: ...
+
+
+def can_pack(packing: PackedBlocks, buffers: PoolBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -253,28 +281,24 @@ def can_pack(packing: Packing, buffers: KVBuffers) -> bool:
 
 
 def pack_blocks(
-    packing: Packing,
-    buffers: KVBuffers,
+    packing: PackedBlocks,
+    buffers: PoolBuffers,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Do what :meth:`Packing.write` does, if :func:`can_pack` holds. Does not wait for the device.
+    """Do what :meth:`Packing.write` does, with its arguments, if :func:`can_pack` holds. Does not wait for the device.
 
-    Unused bytes of cells keep their content. PyTorch writes zeros there.
-
-    Args:
-        packing, kept, sources, seeds: As in :meth:`Packing.write`.
-        buffers: As in :meth:`Packing.write`. All layers have the same shape, strides and dtype.
-        targets: As in :meth:`Packing.write`. None of them is a source.
+    Unused bytes of cells keep their content. PyTorch writes zeros there. All layers of ``buffers`` have the same shape, strides and dtype. None
+    of ``targets`` is a source.
     """
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
     kept = kept.contiguous()
     for is_value, ((table, like, layout), rotation) in enumerate(zip(kinds, packing.rotations(kept.device), strict=True)):
         rotation = None if rotation is None else rotation.contiguous()
-        drawn = seeds, buffers.layer_table, rounding.lane(0, buffers.first_head, bool(is_value))
+        drawn = seeds, buffers.layer_table, block_layout.lane(0, buffers.first_head, bool(is_value))
         _launch(table, like, layout, packing, (kept, sources, targets), rotation, drawn)
 
 
@@ -282,7 +306,7 @@ def _launch(
     table: torch.Tensor,
     like: torch.Tensor,
     layout: BlockLayout,
-    packing: Packing,
+    packing: PackedBlocks,
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rotation: torch.Tensor | None,
     drawn: tuple[torch.Tensor | None, torch.Tensor, int],

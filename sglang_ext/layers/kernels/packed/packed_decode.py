@@ -4,23 +4,187 @@ The first splits of a request read its packed blocks. The other splits read its 
 log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
 
 The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
-accepts them, else hack/integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. No kernel reads blocks that hold more than codes, scales, zero points and sums (:func:`check_readable`). No kernel
-reads blocks whose scales are shared by both tokens and channels.
+accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
+packed_attention.py. Some blocks have no kernel (:func:`check_readable`).
+
+With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+
 import torch
+import triton
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx
-from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.gluon import occupancy
-from sglang_ext.layers.kernels.gluon.constants import PackedFragments
-from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.flash_decoding import DecodeTile, SplitOutputs, tile_choices
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, PackedFragments
+from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
-from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers, launch_integers
-from sglang_ext.layers.kernels.packed.launches import BY_CHANNEL, PackedAttentionCall, launch_gluon, launch_triton
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
+from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
+from sglang_ext.layers.kernels.packed.integer_attention import integer_splits, query_codes
+from sglang_ext.layers.kernels.packed.pack_blocks import PackedBlocks
+from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
+from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
+
+# Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
+# tokens of a channel do, EXACT for exact tokens.
+BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
+WARPS = 1
+# Steps that are loaded ahead, and queries for which the registers of one warp suffice.
+STAGES, PACKED_ROWS = 3, 16
+# Options of the Gluon kernel's compiler.
+GLUON_OPTIONS = {"num_warps": 1}
+
+
+@dataclass(frozen=True)
+class PackedAttentionCall:
+    """Arguments of all kernels over packed blocks.
+
+    Attributes:
+        rotated: Queries, rotated as the packed keys are.
+        parts: Partial results of the splits.
+    """
+
+    packing: PackedBlocks
+    queries: torch.Tensor
+    rotated: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]
+    scaling: float
+    parts: SplitOutputs
+
+    @property
+    def group(self) -> int:
+        """Queries that share a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Grid for programs of ``rows`` queries of a KV head."""
+        return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
+
+    def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
+        """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU. Raises OptionError if none fits."""
+        packing, keys = self.packing, self.keys
+
+        def what() -> str:
+            method, about = type(packing.quantizer).__name__.lower(), shape_name(keys.shape[2], self.group, keys.dtype)
+            return f"attention over tokens in {packing.keys.bits} bits ({method}) with {about}"
+
+        key = (name, packing.keys, packing.values, self.group, keys.dtype, keys.device)
+        launch_first_fitting(choices, with_tile, key, what, "pass --kv-compressor snapkv")
+
+    @property
+    def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
+        """The output buffers of the splits and the arguments that follow them in all kernels."""
+        steps = *self.keys.stride()[:2], *self.values.stride()[:2]
+        return self.parts.partial, self.parts.lse, self.scaling, *steps
+
+
+def launch_gluon(call: PackedAttentionCall, constants: PackedFragments | IntegerFragments) -> None:
+    """Launch a Gluon kernel: integer_blocks.py or packed_blocks.py. It needs little shared memory, so its sizes are the same for all GPUs."""
+    keys, values, is_integer = call.keys, call.values, isinstance(constants, IntegerFragments)
+    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
+    kernel, queries = (integer_splits_gluon, (call.queries,)) if is_integer else (packed_splits_gluon, (call.queries, call.rotated))
+    kernel[call.grid(call.group)](
+        *queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+    )  # fmt: skip
+
+
+def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
+    """Launch the kernel of packed_attention.py. ``fast`` sets FAST of ``dequantize``, if the method allows it."""
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
+    key_levels, value_levels = call.packing.levels(keys.device)
+    table = key_levels is not None
+    # Without a table the kernel does not read the levels. Any tensor will do.
+    levels = (key_levels, value_levels) if table else (call.parts.lse, call.parts.lse)
+
+    def with_tile(tile: DecodeTile) -> None:
+        packed_splits[call.grid(tile.rows)](
+            call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
+            values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=call.group, M=tile.rows,
+            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=padded_size(key.token_bytes),
+            VALUE_COLUMNS=padded_size(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
+            BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
+            VALUE_CELL=value.cell_bytes // 2, KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
+            VALUE_TOKENS=value.grid.tokens, VALUE_UNIT=value.grid.channels, TABLE=table,
+            FAST=fast and key.bits < 8 and not table, STEP=tile.tokens, EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens),
+            num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
+        )  # fmt: skip
+
+    # If tokens share scales, a step has whole groups of them.
+    choices = tile_choices(call.group, PACKED_ROWS, BY_CHANNEL if by_channel else BY_TOKEN, STAGES, fewest_rows=8)
+    call.launch("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)
+
+
+# Minimum bytes of an int8 product along its inner dimension, and minimum channels along another dimension.
+INNER, OUTER = 32, 16
+# Tokens of a step per warp.
+WARP_TOKENS = 64
+
+
+def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
+    """Launch the Triton kernel of integer_attention.py.
+
+    Benchmarks set ``stored_sums`` to false to compute the sums of codes in each step, and ``exact_tail`` to quantize values after the blocks.
+    """
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    partition, dim = key.grid.channels, key.dim
+    # Channels that are in one part of bytes and in one partition.
+    width = gcd(partition, key.token_bytes)
+    views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
+    codes, parameters = query_codes(call.queries, partition, call.scaling)
+
+    def with_tile(tile: DecodeTile) -> None:
+        integer_splits[call.grid(tile.rows)](
+            call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
+            HEADS=keys.shape[1], GROUP=call.group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PARTITION=partition,
+            WIDTH=width, COLUMNS=max(INNER, width), VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)),
+            BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells,
+            KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, EXACT=call.parts.splits[1],
+            N=min(EXACT, tile.tokens), STORED=stored_sums, EXACT_TAIL=exact_tail, num_warps=max(1, partition // WARP_TOKENS),
+            num_stages=tile.stages, **call.parts.shape,
+        )  # fmt: skip
+
+    # A step is one partition of values.
+    choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
+    call.launch("integers", choices, with_tile)
+
+
+# Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
+RESIDENT = 8
+MOST_PARTS = 128
+# One of this many splits of a row reads exact tokens, because a context's exact tokens are few compared to its blocks.
+PARTS_TO_AN_EXACT_ONE = 16
+# Fixed cost of a split relative to the time of a whole row, by bits of a code. Measured on an H100 with 8 and 16 requests of 32,768 tokens.
+# With 2 bits, time is mostly computation, which needs all multiprocessors. With more bits it is reading, which a second wave only delays.
+OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
+
+
+@cache
+def choose_splits(rows: int, room: int, bits: int) -> tuple[int, int]:
+    """Numbers of splits of each row's blocks, and of its exact tokens, with the shortest total time.
+
+    All splits take the same time. The total depends on the number of waves, of ``room`` programs at a time, and the duration of a split.
+    ``rows``: rows of the batch, times KV heads. ``bits``: bits of a code.
+    """
+
+    def time(parts: int) -> float:
+        return -(-rows * parts // room) * (1 / (parts - _exact(parts)) + OVERHEAD[bits])
+
+    best = min(range(2, MOST_PARTS + 1), key=time)
+    return best - _exact(best), _exact(best)
+
+
+def _exact(parts: int) -> int:
+    return max(1, parts // PARTS_TO_AN_EXACT_ONE)
+
 
 # Gluon kernel: tokens that share a channel's scale, sizes of a head, and maximum queries that share a KV head.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
@@ -42,16 +206,11 @@ def multiplies_integers(keys: torch.Tensor) -> bool:
     return found is None or found >= AMPERE
 
 
-def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
-    """The constants of the Gluon kernel. None if it does not support the blocks or the device.
+def fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
+    """The constants of the Gluon kernel for ``group`` queries per KV head. None if it does not support the blocks or the device.
 
     It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
-    levels, or values whose tokens share scales.
-
-    Args:
-        packing: How blocks are packed.
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
-        group: Queries that share a KV head.
+    levels, or values whose tokens share scales. ``keys`` and ``values`` are one layer's buffers, [slots, kv_heads, dim].
     """
     key, value = packing.keys, packing.values
     plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
@@ -66,7 +225,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
-def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
+def integer_fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel for integer products. None if it does not support the blocks or the device.
 
     It supports 16-bit pools. Partitions of 64: heads of 128 channels in 4 or 2 bits, or of 64 channels in 4 bits, with up to 8 queries per
@@ -85,19 +244,15 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
     return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
-def max_resident_programs(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+def max_resident_programs(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
-    if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
+    if not (fragments(packing, keys, values, group) or integer_fragments(packing, keys, values, group)):
         return None
-    return torch.cuda.get_device_properties(keys.device).multi_processor_count * occupancy.RESIDENT
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
-def check_readable(packing: Packing, keys: torch.Tensor) -> None:
-    """Check that a kernel reads such blocks.
-
-    Args:
-        packing: How blocks are packed.
-        keys: One layer's buffer.
+def check_readable(packing: PackedBlocks, keys: torch.Tensor) -> None:
+    """Check that a kernel reads such blocks of a layer's buffer ``keys``.
 
     Raises:
         OptionError: The blocks hold more than codes, scales, zero points and sums, their scales are shared in an unsupported way, or
@@ -129,7 +284,7 @@ def check_readable(packing: Packing, keys: torch.Tensor) -> None:
 
 
 def packed_decode(
-    packing: Packing,
+    packing: PackedBlocks,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -147,8 +302,7 @@ def packed_decode(
         queries: [requests, heads, dim].
         keys, values: One layer's buffers, [slots, kv_heads, dim].
         token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
-        rows: int64 [requests], rows of the table.
-        lengths: int64 [requests], slots of each row.
+        rows, lengths: int64 [requests], rows of the table, and slots of each.
         packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
         scaling: Factor on query-key products, positive.
         splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.
@@ -163,14 +317,11 @@ def packed_decode(
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
     parts = SplitOutputs(queries, values.shape[2], splits)
     call = PackedAttentionCall(packing, queries, rotated, keys, values, table, scaling, parts)
-    constants = fragments(packing, keys, values, call.group)
-    integers = integer_fragments(packing, keys, values, call.group)
-    if integers is not None:
-        launch_gluon_integers(call, integers)
+    constants = integer_fragments(packing, keys, values, call.group) or fragments(packing, keys, values, call.group)
+    if constants is not None:
+        launch_gluon(call, constants)
     elif packing.keys.sums:
         launch_integers(call)
-    elif constants is not None:
-        launch_gluon(call, constants)
     else:
         launch_triton(call, fast=has_ptx(keys) and keys.element_size() == 2)
     if to_values is None:

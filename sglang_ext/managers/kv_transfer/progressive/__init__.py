@@ -1,19 +1,13 @@
 """SGLang's transfer backend ``progressive``: its connection classes, on top of the links of the parent package.
 
-    pool_buffers.py     the KV pool and the auxiliary records, built from the pointers that SGLang passes to transfer backends
-    page_codec.py       interface of a page codec
-    raw_codec.py        pages without encoding
-    host_blocks.py      host memory for pages that wait for a link
+    pool_buffers.py     the KV pool and the auxiliary records, built from the pointers that SGLang passes, and host memory for pages
+    page_codec.py       interface of a page codec, the codec without encoding, and hashes of pages
     lynx_codec.py       pages as anchor and residual
-    codecs.py           selects the codec
-    control.py          control-plane messages: a room's destination, and its end
-    compatibility.py    checks that two servers are compatible, and endpoints of links
-    handshakes.py       prefill: matches the senders and the receivers of rooms
+    compatibility.py    pool, codec, settings and endpoint of a rank, and checks that two servers are compatible
+    handshakes.py       control messages, and at the prefill server the match of the senders and the receivers of rooms
+    rooms.py            an outgoing room at the prefill server, an incoming room at the decode server, and a prompt's newest queries
     decode_peers.py     prefill: the link to a decode rank, and the threads that encode pages and offer them to the link
-    room_encoder.py     prefill: one outgoing room
-    room_writer.py      decode: one incoming room
-    prefill_servers.py  decode: the known prefill servers, fetched in background threads
-    manager.py          one per rank: owns these parts, receives control messages
+    manager.py          one per rank: owns these parts, receives control messages; decode: the known prefill servers
     sender.py           SGLang's interface to an outgoing room
     receiver.py         SGLang's interface to an incoming room
 

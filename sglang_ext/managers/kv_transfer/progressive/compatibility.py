@@ -1,4 +1,4 @@
-"""Settings and endpoint of a rank's end of links, and the checks that two servers are compatible."""
+"""The pool, codec, settings and endpoint of a rank's end of links, and the checks that two servers are compatible."""
 
 import os
 import tempfile
@@ -7,19 +7,20 @@ from pathlib import Path
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_ext.config.disaggregation_options import quantized_transfer_settings
-from sglang_ext.managers.kv_transfer import link_settings as link_settings
+from sglang_ext.config.disaggregation_options import RAW, REFERENCES, quantized_transfer_settings
+from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import SOCKETS, LinkKeys
-from sglang_ext.managers.kv_transfer.progressive.control import VERSION, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PageCodec
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, RawCodec, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings
-from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, LinkSettings
+from sglang_ext.mem_cache.scores import model_folder, model_key
+from sglang_ext.named_classes import NAMED, load_class
 
 # Dtypes by the resolved value of --kv-cache-dtype, for pools without separate scales.
 DTYPES = {
@@ -31,11 +32,7 @@ DTYPES = {
 
 
 def describe_pool(args: KVArgs, config: ModelConfig, tp_size: int) -> PoolBuffers:
-    """Return the pool of this rank.
-
-    Raises:
-        LinkError: This backend cannot transfer the pool.
-    """
+    """Return the pool of this rank. Raise ``LinkError`` if this backend cannot transfer it."""
     if args.state_types:
         raise LinkError(f"the model has {args.state_types} besides keys and values; use --disaggregation-transfer-backend mooncake for it")
     name = args.kv_cache_dtype_str
@@ -66,46 +63,20 @@ def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank
 
 
 def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
-    """Return the endpoint of a decode rank's link server: with keys an address for other machines, else a file in this user's folder on
-    this machine."""
+    """Return the endpoint of a decode rank: with keys an address for other machines, else a file in this user's folder."""
     if keys is not None:
         return NetworkAddress(host, 0).to_tcp()
     folder = Path(tempfile.gettempdir()) / f"sglang-ext-{os.getuid()}"
     return f"ipc://{folder}/{SOCKETS}{os.getpid()}-{rank}"
 
 
-def rank_mismatch(prefill: PrefillServerInfo, tp_size: int, page_size: int, kv_cache_dtype: str) -> str | None:
-    """Return why a decode rank cannot receive KV from a prefill server with this topology; None if it can.
-
-    Args:
-        prefill: Topology of the prefill server.
-        tp_size, page_size, kv_cache_dtype: Of the decode server; ``page_size`` is SGLang's, in tokens.
-    """
-    for flag, theirs, ours in (
-        ("--tp-size", prefill.attn_tp_size, tp_size),
-        ("--dp-size", prefill.dp_size, 1),
-        ("--pp-size", prefill.pp_size, 1),
-        ("--attn-cp-size", prefill.attn_cp_size, 1),
-    ):
-        if theirs != ours:
-            return (
-                f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
-                "start both alike, or use --disaggregation-transfer-backend mooncake"
-            )
-    for flag, theirs, ours in (("--page-size", prefill.page_size, page_size), ("--kv-cache-dtype", prefill.kv_cache_dtype, kv_cache_dtype)):
-        if theirs not in (None, ours):
-            return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
-    return None
-
-
 def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
-    """Return why the prefill side refuses to send a room with this metadata; None if it can send it. ``has_keys``: whether it has link
-    keys."""
-    differs = link_settings.version_mismatch(metadata.version, VERSION)
+    """Return why the prefill side, with or without link keys, refuses to send a room with this metadata; None if it can send it."""
+    differs = wire.version_mismatch(metadata.version, CONTROL_VERSION)
     if differs is not None:
         return differs
     try:
-        differs = link_settings.settings_mismatch(wire.decode_settings(metadata.settings), settings)
+        differs = wire.settings_mismatch(wire.decode_settings(metadata.settings), settings)
     except wire.WireError as error:
         return f"the decode server's settings are not of this version: {error}"
     if differs is not None:
@@ -125,3 +96,57 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
             "here: give both servers the same --kv-link-keys"
         )
     return None
+
+
+def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
+    """Create the codec whose streams restore ``reference``, a value of ``--kv-reference``.
+
+    ``bench`` names the class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
+
+    Raises:
+        LinkError: The codec does not support such a pool.
+        OptionError: ``bench`` names no codec.
+    """
+    if bench is not None:
+        return bench_codec(bench).for_pool(pool)
+    tokens = page_tokens(pool.bytes_per_token)
+    return RawCodec(pool, tokens) if reference == RAW else LynxCodec(pool, reference, tokens)
+
+
+def bench_codec(value: str) -> type[BenchCodec]:
+    """Load the codec that a value of ``--kv-bench-codec`` names.
+
+    Raises:
+        OptionError: The value names no class, or a class that is not a codec. The message has the remedy.
+    """
+    setting = f"--kv-bench-codec is {value!r}"
+    if NAMED.fullmatch(value) is None:
+        raise OptionError(
+            f"{setting}; it names the class of a codec for comparison: pass MODULE:CLASS, for example "
+            "sglang_ext_bench.baselines.quantized_codec:Int8Codec. The codecs of sglang-ext itself are values of --kv-reference: "
+            f"{', '.join(REFERENCES)}"
+        )
+    return load_class(value, setting, BenchCodec)
+
+
+def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:
+    """Compile the codec's kernels by a run on slot 0, which belongs to no request, for parts of ``layers``.
+
+    Otherwise the first pages would wait seconds for each kernel. ``writes``: whether this server also writes pages.
+    """
+    with codec.pool.use_stream():
+        for tensor in codec.pool.tensors(layers.first, layers.count):
+            # Codecs refuse values that are not finite.
+            tensor[0] = 0
+        slots = torch.zeros(codec.page_size, dtype=torch.int64, device=codec.pool.device)
+        # With sinks, and without.
+        for page in (PlacedPage(0, slots), PlacedPage(codec.page_size, slots)):
+            encoded = codec.start(page, layers)()
+            if codec.has_residual:
+                for kinds in ({"residual": False}, {"anchor": False}):
+                    codec.start(page, layers, **kinds)()
+            if writes:
+                codec.write_anchor(page, layers, encoded.anchor)
+                if codec.has_residual:
+                    codec.write_residual(page, layers, encoded.anchor, encoded.residual)
+        codec.pool.synchronize()

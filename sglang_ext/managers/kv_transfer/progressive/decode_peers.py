@@ -8,13 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 
 import torch
 
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder, PageEncoding
+from sglang_ext.managers.kv_transfer.progressive.rooms import PageEncoding, RoomEncoder
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 logger = logging.getLogger(__name__)
@@ -30,31 +29,6 @@ MIN_QUEUED_ANCHORS = 4
 DEPTH = 3
 # Seconds between checks for free space.
 POLL_SECONDS = 0.005
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Pages of a room to send; after its last page, the auxiliary record.
-
-    Attributes:
-        pages: Slots of each page, int64 [tokens], or the bytes of a page that is encoded already.
-        record: The auxiliary record; None if more pages follow.
-        ready: CUDA event after which the KV of the pages is complete; None if it already is.
-    """
-
-    room: RoomEncoder
-    pages: tuple[torch.Tensor | memoryview, ...]
-    record: bytes | None
-    ready: "torch.cuda.Event | None"
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A room's auxiliary record, offered after the pages before it."""
-
-    room: RoomEncoder
-    record: bytes
-    sizes = MappingProxyType({})
 
 
 class DecodePeer:
@@ -77,11 +51,12 @@ class DecodePeer:
     ) -> None:
         self._free_bytes = free_bytes
         self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        # For the encoder thread: a room, and a function that starts its next pages.
+        self._work: queue.SimpleQueue[tuple[RoomEncoder, Callable[[], None]] | None] = queue.SimpleQueue()
         # Used by the encoder thread: pages that were started without their residual.
         self._deferred: deque[tuple[RoomEncoder, int, torch.Tensor]] = deque()
         # Pages being encoded, and records, in the order in which they are offered. Changes notify ``_changed``.
-        self._started: deque[PageEncoding | _Record] = deque()
+        self._started: deque[PageEncoding] = deque()
         self._changed = threading.Condition()
         self._closing = self._ended = False
         self._gone_since: float | None = None
@@ -94,11 +69,7 @@ class DecodePeer:
         return self._link.refusal is not None
 
     def open(self, room: RoomEncoder) -> None:
-        """Open a room on the link.
-
-        Raises:
-            LinkError: The link takes no rooms.
-        """
+        """Open a room on the link. Raise ``LinkError`` if it takes no rooms."""
         self._link.open(room.number, room.shape, room)
 
     def send(
@@ -108,8 +79,11 @@ class DecodePeer:
         record: bytes | None,
         ready: "torch.cuda.Event | None" = None,
     ) -> None:
-        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends."""
-        self._work.put(_Work(room, pages, record, ready))
+        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends.
+
+        Pages are slots, int64 [tokens], or bytes that are encoded already. Their KV is complete after the CUDA event ``ready``.
+        """
+        self._work.put((room, partial(self._start_all, room, pages, record, ready)))
 
     def cancel(self, room: RoomEncoder, reason: str) -> None:
         """Send nothing more of a room."""
@@ -138,24 +112,27 @@ class DecodePeer:
                 self._start_deferred()
                 continue
             if work is not None:
-                self._guard(work.room, lambda work=work: self._start_all(work))
+                self._guard(*work)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
-    def _start_all(self, work: _Work) -> None:
-        if work.ready is not None:
-            work.ready.synchronize()
-        for slots in work.pages:
-            self._wait_for_space(work.room)
-            if work.room.is_closed or self._closing:
+    def _start_all(
+        self, room: RoomEncoder, pages: tuple[torch.Tensor | memoryview, ...], record: bytes | None, ready: "torch.cuda.Event | None"
+    ) -> None:
+        if ready is not None:
+            ready.synchronize()
+        for slots in pages:
+            while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
+                time.sleep(POLL_SECONDS)
+            if room.is_closed or self._closing:
                 return
-            now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
-            self._queue_started(started := work.room.start_page(slots, now))
+            now = self._has_time(room) and self._has_space(room, Stream.RESIDUAL, self._most_before_residuals)
+            self._queue_started(started := room.start_page(slots, now))
             if not now:
-                self._deferred.append((work.room, started.page, slots))
-        if work.record is not None and not work.room.is_closed:
-            self._queue_started(_Record(work.room, work.record))
+                self._deferred.append((room, started.page, slots))
+        if record is not None and not room.is_closed:
+            self._queue_started(room.start_record(record))
 
     def _start_deferred(self) -> None:
         """Encode deferred residuals, oldest first, while there is space and no anchor to encode."""
@@ -167,7 +144,7 @@ class DecodePeer:
             if not room.is_closed:
                 self._guard(room, lambda room=room, page=page, slots=slots: self._queue_started(room.start_residual(page, slots)))
 
-    def _queue_started(self, started: "PageEncoding | _Record") -> None:
+    def _queue_started(self, started: PageEncoding) -> None:
         """Queue started work to be offered in order. Wait while too much is queued."""
         with self._changed:
             self._started.append(started)
@@ -184,17 +161,11 @@ class DecodePeer:
                 first = self._started[0]
             # This also applies to a room that is over: a GPU may still write to the page's memory, which is reused once nothing references
             # it.
-            self._guard(first.room, lambda first=first: self._offer(first))
+            self._guard(first.room, partial(first.room.offer, self._link, first))
             del first
             with self._changed:
                 self._started.popleft()
                 self._changed.notify_all()
-
-    def _offer(self, first: "PageEncoding | _Record") -> None:
-        if isinstance(first, PageEncoding):
-            first.room.offer(self._link, first)
-        elif not first.room.is_closed:
-            first.room.send_record(self._link, first.record)
 
     def _guard(self, room: RoomEncoder, send: Callable[[], None]) -> None:
         try:
@@ -205,8 +176,7 @@ class DecodePeer:
             self._link.cancel(room.number, str(error))
 
     def _has_time(self, room: RoomEncoder) -> bool:
-        """Return whether a residual may be encoded with its anchor: enough anchors are queued that the link does not wait, or the room has
-        no residuals."""
+        """Return whether a residual may be encoded with its anchor: the link has enough anchors, or the room has no residuals."""
         if not room.shape.parts(Stream.RESIDUAL):
             return True
         with self._changed:
@@ -229,16 +199,11 @@ class DecodePeer:
         # Residuals may use only their share (most / most_encoded) of the free bytes.
         return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
 
-    def _wait_for_space(self, room: RoomEncoder) -> None:
-        while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
-            time.sleep(POLL_SECONDS)
-
 
 class DecodePeers:
     """The decode ranks that a prefill rank sends to, by endpoint.
 
     Args:
-        connect: Creates a link to an endpoint.
         forget_seconds: Seconds after which an unreachable peer without rooms is dropped. A restarted decode rank has another endpoint.
         most_in_all: Limit on the encoded bytes of all peers together.
     """
@@ -248,11 +213,7 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
 
     def open(self, endpoint: str, room: RoomEncoder) -> DecodePeer:
-        """Open a room at the peer of an endpoint, and return the peer. Called by the scheduler's thread.
-
-        Raises:
-            LinkError: The peer takes no rooms.
-        """
+        """Open a room at the peer of an endpoint, and return the peer. Raise ``LinkError`` if it takes no rooms."""
         now = time.monotonic()
         for other, peer in list(self._peers.items()):
             if peer.refused or peer.unreachable_seconds(now) > self._forget_seconds:

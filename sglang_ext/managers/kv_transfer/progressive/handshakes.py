@@ -1,35 +1,102 @@
-"""Matches the two sides of each room at the prefill server: a sender, and the metadata of a receiver. Either may arrive first.
+"""Handshakes of rooms: the control messages between the managers of two servers, and the table that matches the two sides at the prefill
+server.
 
-Several requests may have one room number at a time: the outputs of a request with ``n`` > 1, or a request that a client sends again. So
-each receiver is an *attempt* with its own number, ``link_room``. All later messages name the attempt. A sender is matched with the first
-attempt at its room whose prompt has the same number of tokens, else with the first attempt.
+The decode side sends the destination of a room. Either side sends the end of a room. Control messages use the sockets of SGLang's control
+plane. They are msgspec structs with bounds; nothing is unpickled. KV bytes are sent over links only.
+
+The prefill server matches a sender with the metadata of a receiver. Either may arrive first. Several requests may have one room number at a
+time: the outputs of a request with ``n`` > 1, or a request that a client sends again. So each receiver is an *attempt* with its own number,
+``link_room``. All later messages name the attempt. A sender is matched with the first attempt at its room whose prompt has the same number
+of tokens, else with the first attempt.
 """
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from sglang_ext.managers.kv_transfer.progressive.control import Abort, RoomMetadata
+from msgspec import Meta
+
+from sglang_ext.managers.kv_transfer.wire import Message, Reason, Room, make_decoder
+
+CONTROL_VERSION = 5
+MAX_CONTROL_BYTES = 1 << 16
+
+Host = Annotated[str, Meta(min_length=1, max_length=256)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class RoomMetadata(Message, tag="metadata"):
+    """The decode side has allocated slots for a room and registered it with its link server.
+
+    Attributes:
+        version: ``CONTROL_VERSION`` of the decode side. The fields stay the same in all versions, so that any two versions can refuse each other.
+        host, port: Address of the decode rank's control socket, for replies.
+        endpoint: Endpoint of its link server.
+        settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
+        aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
+            (rooms.py).
+        prefix, tokens: Prompt tokens whose KV the decode side already has, and all prompt tokens.
+        link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
+            messages name the attempt by this number.
+        coded: Begin and end of the prompt tokens to transfer as quantized KV, in whole blocks. Equal if there are none.
+    """
+
+    version: Annotated[int, Meta(ge=0, le=1 << 31)]
+    room: Room
+    host: Host
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    endpoint: Annotated[str, Meta(min_length=1, max_length=512)]
+    settings: Annotated[bytes, Meta(max_length=1 << 15)]
+    aux_sizes: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 28)], ...], Meta(max_length=64)]
+    prefix: Tokens
+    tokens: Tokens
+    link_room: Room = 0
+    coded: tuple[Tokens, Tokens] = (0, 0)
+
+
+class Abort(Message, tag="abort"):
+    """The decode side has ended the attempt ``link_room``. Its metadata may not have been sent."""
+
+    room: Room
+    reason: Reason
+    link_room: Room = 0
+
+
+class Failed(Message, tag="failed"):
+    """The prefill side ends the attempt ``link_room``: it stops sending the room, or never started."""
+
+    room: Room
+    reason: Reason
+    link_room: Room = 0
+
+
+def retry_room(room: int, rid: str) -> int:
+    """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
+
+    The first sender may still wait in the old room, where it would be matched with the attempt for the new sender. The outputs of a request
+    with ``n`` > 1 share a room. Prefilled again, each gets its own room, derived from ``rid``.
+    """
+    digest = hashlib.blake2b(f"{room} {rid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % (1 << 63) or 1
+
+
+Control = RoomMetadata | Abort | Failed
+decode_control: Callable[[bytes], Control] = make_decoder(
+    Control, "control message", CONTROL_VERSION, MAX_CONTROL_BYTES, "; use backend progressive on both sides"
+)
+
 
 # Most unmatched attempts, most ended senders and most finished attempts that are kept. The oldest one is dropped first.
 MAX_WAITING = 4096
 
 
 class WaitingSender(Protocol):
-    """A sender that may be matched with an attempt. Its methods are called from any thread.
-
-    Attributes:
-        room: SGLang's ``bootstrap_room``.
-        tokens: Tokens of the prompt.
-    """
+    """A sender of a prompt of ``tokens`` tokens that may be matched with an attempt. Its methods are called from any thread."""
 
     room: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the prompt."""
+    tokens: int
 
     def on_metadata(self, metadata: RoomMetadata) -> None:
         """Begin to send: the decode side has slots for this request."""
@@ -38,33 +105,21 @@ class WaitingSender(Protocol):
         """End the request, because the decode side has ended it."""
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A sender that ended before it was matched with an attempt."""
-
-    room: int
-    reason: str
-
-
 class Handshakes:
-    """Senders and attempts that wait for each other.
-
-    Args:
-        refuse: Called with metadata that no sender will serve, and the reason.
-    """
+    """Senders and attempts that wait for each other. ``refuse`` is called with metadata that no sender will serve, and the reason."""
 
     def __init__(self, refuse: Callable[[RoomMetadata, str], None]) -> None:
         self._refuse = refuse
         self._lock = threading.Lock()
         self._senders: list[WaitingSender] = []
-        self._ended: list[_Ended] = []
+        # Rooms of senders that ended before they were matched with an attempt, and the reasons.
+        self._ended: list[tuple[int, str]] = []
         self._attempts: list[RoomMetadata | Abort] = []
         # By link_room: senders that were matched with an attempt, and attempts whose sender has left.
         self._matched: dict[int, WaitingSender] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """The number of senders that have not left."""
         return len(self._senders) + len(self._matched)
 
     def join(self, sender: WaitingSender) -> None:
@@ -90,7 +145,7 @@ class Handshakes:
         with self._lock:
             if sender in self._senders:
                 self._senders.remove(sender)
-                self._ended.append(_Ended(sender.room, reason))
+                self._ended.append((sender.room, reason))
                 del self._ended[:-MAX_WAITING]
             for link_room in [link_room for link_room, each in self._matched.items() if each is sender]:
                 del self._matched[link_room]
@@ -147,14 +202,14 @@ class Handshakes:
         return found
 
     def _pop_ended(self, room: int) -> str | None:
-        found = next((each for each in self._ended if each.room == room), None)
+        found = next((each for each in self._ended if each[0] == room), None)
         if found is None:
             return None
         self._ended.remove(found)
-        return found.reason
+        return found[1]
 
     def _keep(self, attempt: RoomMetadata | Abort) -> RoomMetadata | Abort | None:
-        """Keep an attempt until its sender joins. Return the oldest attempt if it is dropped, else None."""
+        """Keep an attempt until its sender joins. Return the oldest one if it is dropped for that."""
         self._attempts.append(attempt)
         return self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
 

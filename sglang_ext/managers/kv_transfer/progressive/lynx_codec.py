@@ -11,20 +11,16 @@ import numpy as np
 import torch
 
 from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
-from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout
-from sglang_ext.layers.kernels.lynx.page_tensors import StreamBatch
-from sglang_ext.managers.kv_transfer.progressive.host_blocks import HostBlocks
-from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
 
 ALIGNED = 16
 
 
 def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -> memoryview:
-    """Pack the streams of tensors into one, in host memory of a lane of ``blocks``. From a GPU the current stream copies them
-    asynchronously."""
+    """Pack the streams of tensors into one, in host memory of a lane of ``blocks``. A GPU copies them asynchronously."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
     begins = _offsets(sizes).tolist()
     content = blocks.take(begins[-1], lane)
@@ -40,8 +36,7 @@ def pack_streams(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int 
 
 
 def _contiguous_memory(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
-    """Return the memory from the first to the last stream if it has the layout of the packed stream; else None. The bytes between streams
-    are 0 then."""
+    """Return the memory from the first to the last stream if it has the layout of the packed stream, with 0 between streams; else None."""
     first, memory = streams[0], streams[0].untyped_storage()
     beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
     if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
@@ -79,9 +74,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 class _PackedLayout:
     """Layout of a packed stream whose sizes are known in advance, as :func:`pack_streams` writes it.
 
-    Args:
-        groups: For each group of consecutive streams of equal size: their number and their size.
-        device: Device of the memory that is read or written.
+    ``groups`` has the number and the size of streams, for each group of consecutive streams of equal size.
     """
 
     def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -139,7 +132,6 @@ class _Plan:
 
     @classmethod
     def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
-        """Build the plan from the layouts of keys and of values."""
         keys, values = layouts
         both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
         alike = both if keys != values else ((slice(0, 2 * layers), keys),)
@@ -153,7 +145,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class LynxCodec:
+class LynxCodec(PageCodec):
     """Encodes pages as anchors of 4 bits, and residuals (Lynx).
 
     Attributes:
@@ -193,21 +185,9 @@ class LynxCodec:
         """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
         key = stream, layers.count
         if key not in self._most:
-            most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
-            self._most[key] = packed_size([most(layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)])
+            sizes = [_most_bytes(stream, layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)]
+            self._most[key] = packed_size(sizes)
         return self._most[key]
-
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """Encode both streams."""
-        return self.start(page, layers)()
-
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the first stream only, without the exact residual, which takes longer."""
-        return self.start(page, layers, residual=False)().anchor
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode the second stream only."""
-        return self.start(page, layers, anchor=False)().residual
 
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
@@ -243,19 +223,11 @@ class LynxCodec:
         return finish
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Fill the page's slots with values of 4 bits.
-
-        Raises:
-            LinkError: The data is not an anchor of such a page.
-        """
+        """Fill the page's slots with values of 4 bits."""
         self._decode(page, layers, anchor, None)
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool.
-
-        Raises:
-            LinkError: The data are not streams of such a page.
-        """
+        """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool."""
         self._decode(page, layers, anchor, residual)
 
     def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
@@ -303,11 +275,9 @@ class LynxCodec:
             raise LinkError(f"the data are no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 
 
-def _most_anchor(layout: PageLayout) -> int:
-    return max(layout.raw_bytes, layout.coded_bytes)
-
-
-def _most_residual(layout: PageLayout) -> int:
+def _most_bytes(stream: Stream, layout: PageLayout) -> int:
+    if stream is Stream.ANCHOR:
+        return max(layout.raw_bytes, layout.coded_bytes)
     if layout.reference == "int8":
         return layout.int8_bytes
     # No index takes more bits than a number. Blocks are padded.

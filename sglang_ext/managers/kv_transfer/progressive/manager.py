@@ -1,11 +1,20 @@
-"""The transfer manager of one rank: state shared by its senders or receivers, and the thread that receives control messages."""
+"""The transfer manager of one rank: state shared by its senders or receivers, and the thread that receives control messages. On the decode
+side, also the prefill servers that it knows.
+
+SGLang's decode scheduler reads a bootstrap server over HTTP in its own thread. A bootstrap server that accepts connections and does not
+answer then stops all requests of the decode server for 5 s per attempt. The directory never waits: the scheduler polls it.
+"""
 
 import logging
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
+import requests
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
@@ -15,35 +24,96 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.core import OptionError
-from sglang_ext.managers.kv_transfer.quantized.packed_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
-from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface, PollThrottle
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface, PollThrottle
-from sglang_ext.managers.kv_transfer.progressive import control
-from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.codecs import compile_kernels, make_codec
-from sglang_ext.managers.kv_transfer.progressive.control import Control, Failed, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
+from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.progressive.prefill_servers import (
-    PrefillDirectory,
-    PrefillServerRecord,
-    RankPosition,
-    fetch_prefill_server,
-)
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.timeline import TransferEventKind, TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream, WireError
+from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError, encode
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
 
-# Share of the free host memory that a decode server pins at start for the anchors of all its ranks. Each rank pins at most the limit in
-# host_blocks.py.
+# Bootstrap servers that are read at once.
+MAX_FETCHES = 16
+# Seconds: for one HTTP response, between two attempts at one address, and that a request waits for its prefill server.
+FETCH_TIMEOUT, RETRY_INTERVAL, PATIENCE = 5.0, 1.0, 30.0
+
+# A prefill rank's position: data parallel, context parallel, tensor parallel and pipeline rank.
+RankPosition = tuple[int, int, int, int]
+# For each prefill rank that this decode rank needs, ``rank_ip`` and ``rank_port`` of its control socket.
+RankAddresses = dict[RankPosition, dict[str, Any]]
+PrefillServer = tuple[PrefillServerInfo, RankAddresses]
+
+
+class PrefillDirectory:
+    """Fetches prefill servers by bootstrap address. At most one fetch per address runs at a time. Used by one thread.
+
+    Args:
+        fetch: Reads one bootstrap server, in a background thread. Any exception is a failed attempt.
+        retry_interval, patience: Seconds between two attempts at one address, and until a request without a prefill server fails.
+    """
+
+    def __init__(self, fetch: Callable[[str], PrefillServer], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._fetch, self._retry_interval = fetch, retry_interval
+        self._executor = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-bootstrap")
+        self._running: dict[str, Future[PrefillServer]] = {}
+        self._retry_at: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
+
+    def poll(self, address: str) -> PrefillServer | None:
+        """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
+        running = self._running.get(address)
+        if running is None:
+            if time.monotonic() >= self._retry_at.get(address, 0.0):
+                self._running[address] = self._executor.submit(self._fetch, address)
+            return None
+        if not running.done():
+            return None
+        del self._running[address]
+        error = running.exception()
+        if error is None:
+            self._retry_at.pop(address, None)
+            self._problems.pop(address, None)
+            return running.result()
+        if self._problems.get(address) != str(error):
+            logger.warning("the bootstrap server at %s cannot be read: %s; next attempt in %g s", address, error, self._retry_interval)
+        self._problems[address] = str(error)
+        self._retry_at[address] = time.monotonic() + self._retry_interval
+        return None
+
+    def problem(self, address: str) -> str:
+        """Why the last attempt at an address failed."""
+        return self._problems.get(address, "it does not answer")
+
+
+def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServer:
+    """Read the topology and the rank addresses of a prefill server from its bootstrap server at ``host:port``.
+
+    ``resolve`` maps the topology to this decode rank, and returns the prefill ranks that it needs.
+
+    Raises:
+        requests.RequestException: The server does not answer within ``FETCH_TIMEOUT``, or answers with an error status.
+    """
+    info = PrefillServerInfo(**_get_route(address, (-1, -1, -1, -1)))
+    return info, {position: _get_route(address, position) for position in resolve(info)}
+
+
+def _get_route(address: str, position: RankPosition) -> dict[str, Any]:
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    response = requests.get(f"http://{address}/route", params=dict(zip(names, position)), timeout=FETCH_TIMEOUT)
+    response.raise_for_status()
+    return response.json()
+
+
+# Share of the free host memory that a decode server pins at start for the anchors of all its ranks; pool_buffers.py has a limit per rank.
 PINNED_SHARE = 0.25
 
 
@@ -56,13 +126,10 @@ class ProgressiveManager(CommonKVManager):
     """Manager of one prefill rank or one decode rank.
 
     Attributes:
-        pool: The rank's KV pool.
-        aux: Its auxiliary records.
-        codec: Codec of pages.
+        pool, aux, codec: The rank's KV pool, its auxiliary records, and the codec of pages.
         settings: Settings of this end of links.
         has_keys: Whether links are encrypted.
         layers: Layers of one part: all layers.
-        polls: Throttles the scheduler's polls of rooms.
         handshakes, peers, waiting: On the prefill side: unmatched rooms, decode ranks, and packed prompts that wait.
         links: On the decode side, the link server.
         directory: On the decode side, fetches prefill servers.
@@ -113,7 +180,7 @@ class ProgressiveManager(CommonKVManager):
                 # Anchors stay in host memory until their residuals arrive.
                 blocks.expect(pinned_bytes(self.attn_tp_size))
             self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
-            self.prefill_ranks: dict[str, dict[RankPosition, dict[str, Any]]] = {}
+            self.prefill_ranks: dict[str, RankAddresses] = {}
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: RoomMetadata, reason: str) -> None:
@@ -126,7 +193,7 @@ class ProgressiveManager(CommonKVManager):
         socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         try:
             with lock:
-                socket.send(control.encode(message), zmq.NOBLOCK)
+                socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("%s cannot be reached, %s is not sent: %s", address.to_tcp(), type(message).__name__, error)
             return False
@@ -135,10 +202,8 @@ class ProgressiveManager(CommonKVManager):
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
         """Advance a request. A failed request stays failed. Called from any thread.
 
-        Args:
-            bootstrap_room: The key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
-                since several requests may have the same room.
-            status: The new status.
+        ``bootstrap_room`` is the key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
+        since several requests may have the same room.
         """
         with self.failure_lock:
             # SGLang's own method replaces the status "failed", because it is the smallest.
@@ -146,12 +211,7 @@ class ProgressiveManager(CommonKVManager):
                 CommonKVManager.update_status(self, bootstrap_room, status)
 
     def conclude(self, number: int, reason: str | None) -> None:
-        """Mark a request as successful or failed, unless it has ended already. Called from any thread.
-
-        Args:
-            number: A sender's number, or a receiver's ``link_room``.
-            reason: Why it failed; None if it succeeded.
-        """
+        """Mark a sender's number, or a receiver's ``link_room``, as successful (None) or failed, unless it has ended. For any thread."""
         if self.request_status.get(number) in (None, KVPoll.Failed, KVPoll.Success):
             return
         if reason is None:
@@ -172,17 +232,33 @@ class ProgressiveManager(CommonKVManager):
         """Return whether a prefill server is known. Starts to fetch an unknown one. Does not block; SGLang polls it."""
         if bootstrap_addr in self.prefill_info_table:
             return True
-        found: PrefillServerRecord | None = self.directory.poll(bootstrap_addr)
+        found = self.directory.poll(bootstrap_addr)
         if found is None:
             return False
         with self.connection_lock:
-            self.prefill_ranks[bootstrap_addr] = found.ranks
-            self.prefill_info_table[bootstrap_addr] = found.info
+            self.prefill_info_table[bootstrap_addr], self.prefill_ranks[bootstrap_addr] = found
         return True
 
     def rank_mismatch(self, prefill: PrefillServerInfo) -> str | None:
-        """Return why this decode rank cannot receive KV from a prefill server; None if it can."""
-        return compatibility.rank_mismatch(prefill, self.attn_tp_size, self.kv_args.page_size, self.kv_cache_dtype_str)
+        """Return why this decode rank cannot receive KV from a prefill server with this topology; None if it can."""
+        for flag, theirs, ours in (
+            ("--tp-size", prefill.attn_tp_size, self.attn_tp_size),
+            ("--dp-size", prefill.dp_size, 1),
+            ("--pp-size", prefill.pp_size, 1),
+            ("--attn-cp-size", prefill.attn_cp_size, 1),
+        ):
+            if theirs != ours:
+                return (
+                    f"{flag} is {theirs} at the prefill server and {ours} at the decode server; backend progressive needs equal ranks: "
+                    "start both alike, or use --disaggregation-transfer-backend mooncake"
+                )
+        for flag, theirs, ours in (
+            ("--page-size", prefill.page_size, self.kv_args.page_size),
+            ("--kv-cache-dtype", prefill.kv_cache_dtype, self.kv_cache_dtype_str),
+        ):
+            if theirs not in (None, ours):
+                return f"{flag} is {theirs} at the prefill server and {ours} at the decode server: start both with the same {flag}"
+        return None
 
     def _resolve_ranks(self, prefill: PrefillServerInfo) -> list[RankPosition]:
         if self.rank_mismatch(prefill) is not None:
@@ -197,15 +273,7 @@ class ProgressiveManager(CommonKVManager):
             self.timeline.add_event(room, kind, number=number)
 
     def raise_failure(self, number: int, room: int) -> NoReturn:
-        """Raise the reason why a request failed.
-
-        Args:
-            number: A sender's number, or a receiver's ``link_room``.
-            room: The request's room, for the message.
-
-        Raises:
-            KVTransferError: always.
-        """
+        """Raise the reason why a request failed, as ``KVTransferError``. ``room`` is the request's room, for the message."""
         with self.failure_lock:
             reason = self.failure_records.pop(number, None)
         raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)
@@ -218,7 +286,7 @@ class ProgressiveManager(CommonKVManager):
         while True:
             frames = self.server_socket.recv_multipart()
             try:
-                self._hear(control.decode(frames[0] if len(frames) == 1 else b""))
+                self._hear(handshakes.decode_control(frames[0] if len(frames) == 1 else b""))
             except WireError as error:
                 logger.warning("ignored a control message: %s", error)
             except Exception:

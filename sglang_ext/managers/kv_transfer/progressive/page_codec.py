@@ -1,15 +1,16 @@
-"""The interface of a page codec, and the size of pages."""
+"""Codecs of pages: their interface, the size of pages, the codec without encoding, and the hashes that identify pages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from hashlib import sha256
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -19,11 +20,7 @@ PAGE_BYTES, MOST_TOKENS = 1 << 25, 256
 
 
 def page_tokens(bytes_per_token: int) -> int:
-    """Return the tokens of a page. Both ends of a link have equal pools, and therefore equal pages.
-
-    Args:
-        bytes_per_token: Bytes of one token on one rank: keys and values of all layers.
-    """
+    """Return the tokens of a page. Both ends of a link have equal pools, and therefore equal pages."""
     return max(UNIT, min(PAGE_BYTES // bytes_per_token, MOST_TOKENS) // UNIT * UNIT)
 
 
@@ -33,8 +30,7 @@ class PlacedPage:
 
     Attributes:
         start: Prompt position of its first token.
-        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks
-            (quantized/prompt_codec.py).
+        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks.
     """
 
     start: int
@@ -51,60 +47,14 @@ class EncodedPage(NamedTuple):
     residual: memoryview | None
 
 
-class SingleStreamCodec:
-    """Common base of codecs that write a whole page into its anchor stream."""
-
-    has_residual = False
-
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """Encode the one stream."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
-
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Encode the one stream at once.
-
-        Raises:
-            LinkError: Only a residual is requested.
-        """
-        found = self.encode(page, layers) if anchor else EncodedPage(None, self.encode_residual(page, layers))
-        return lambda: found
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Refuse: there is no residual.
-
-        Raises:
-            LinkError: Always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """Refuse: there is no residual.
-
-        Raises:
-            LinkError: Always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
-
-
-class BenchCodec(SingleStreamCodec, ABC):
-    """Base of the codecs that benchmarks compare with: ``--kv-bench-codec`` names subclasses. They are outside this package."""
-
-    @classmethod
-    @abstractmethod
-    def for_pool(cls, pool: PoolBuffers) -> Self:
-        """Create the codec of a pool.
-
-        Raises:
-            LinkError: The codec does not support such a pool.
-        """
-
-
-class PageCodec(Protocol):
+class PageCodec(ABC):
     """Encodes pages of one pool to streams, and decodes them. It keeps no state of a page. Its methods may be called from several threads.
+
+    This base has the methods of a codec that writes a whole page into its anchor stream.
 
     Attributes:
         pool: The pool of this rank.
-        name, version, options: Compared by the two ends of a link (link_settings.py).
+        name, version, options: Compared by the two ends of a link (wire.py).
         reference: What all streams of a page together restore.
         page_size: Tokens of a page.
         has_residual: Whether there is a second stream.
@@ -113,29 +63,32 @@ class PageCodec(Protocol):
     pool: PoolBuffers
     name: str
     version: int
-    options: dict[str, OptionValue]
     reference: str
     page_size: int
-    has_residual: bool
+    has_residual = False
 
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """The options that change the bytes, by name."""
+        return {}
+
+    @abstractmethod
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
         """Return the maximum bytes of a page's stream; 0 for a stream that the codec does not have."""
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Encode the current KV of the page to all streams."""
+        return self.start(page, layers)()
 
+    @abstractmethod
     def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode the requested streams that the codec has, from the current KV. Return a function that waits for them.
 
         The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
+        Without ``has_residual``, callers never request a residual alone.
         """
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the first stream, to the same bytes."""
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """Encode only the second stream, to the same bytes. For codecs that have one."""
-
+    @abstractmethod
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the values that the anchor alone restores.
 
@@ -147,5 +100,113 @@ class PageCodec(Protocol):
         """Fill the page's slots with the reference.
 
         Raises:
-            LinkError: The data are not streams of such a page.
+            LinkError: The data are not streams of such a page, or the codec has no residuals.
         """
+        raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
+
+
+class BenchCodec(PageCodec):
+    """Base of the codecs that benchmarks compare with: ``--kv-bench-codec`` names subclasses. They are outside this package."""
+
+    @classmethod
+    @abstractmethod
+    def for_pool(cls, pool: PoolBuffers) -> Self:
+        """Create the codec of a pool.
+
+        Raises:
+            LinkError: The codec does not support such a pool.
+        """
+
+    @abstractmethod
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Encode the current KV of the page to its one stream."""
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Encode the one stream at once."""
+        found = EncodedPage(self.encode_anchor(page, layers), None)
+        return lambda: found
+
+
+@dataclass(frozen=True)
+class RawCodec(PageCodec):
+    """Copies the pool's bytes, all of them in the anchor stream."""
+
+    pool: PoolBuffers
+    page_size: int = 64
+    name = "raw"
+    version = 1
+    reference = "raw"
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Return the bytes of a full page."""
+        return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Start to copy the page; there is no residual."""
+        size = self._bytes(len(page.slots), layers)
+        if self.pool.device.type == "cpu":
+            content, where = self.pool.blocks.take(size), _slot_index(page.slots)
+            for rows, part in self._views(content, len(page.slots), layers):
+                part[:] = rows[where]
+            return lambda: EncodedPage(memoryview(content), None)
+        brought = self.pool.copy_to_host(self.pool.gather(layers, page.slots), size)
+        return lambda: EncodedPage(brought(), None)
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Copy the bytes back to the pool. Raise ``LinkError`` if the page has another size."""
+        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
+        if len(anchor) != expected:
+            raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+        if self.pool.device.type == "cpu":
+            where = _slot_index(page.slots)
+            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens, layers):
+                rows[where] = part
+            return
+        content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
+        split = tokens * layers.count * self.pool.heads * self.pool.key_dim
+        self.pool.scatter(layers, page.slots, tuple(half.view(layers.count, tokens, -1) for half in (content[:split], content[split:])))
+
+    def _bytes(self, tokens: int, layers: LayerRange) -> int:
+        return tokens * layers.count * (self.pool.bytes_per_token // self.pool.layers)
+
+    def _views(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield keys, then values, of each layer: rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes."""
+        begin = 0
+        for tensor in self.pool.tensors(layers.first, layers.count):
+            rows = tensor.view(torch.uint8).numpy()
+            end = begin + tokens * rows.shape[1]
+            yield rows, content[begin:end].reshape(tokens, rows.shape[1])
+            begin = end
+
+
+def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
+    """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
+    places = slots.numpy()
+    if len(places) == 0 or (np.diff(places) != 1).any():
+        return places
+    return slice(int(places[0]), int(places[0]) + len(places))
+
+
+def page_hashes(tokens: Sequence[int], ends: Sequence[int], start: int = 0, page_size: int = UNIT) -> list[bytes]:
+    """Return a hash for each page: SHA-256 of the previous hash and the page's tokens, as 32-bit integers.
+
+    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``).
+
+    Args:
+        tokens: Token ids below 2^32.
+        ends: End of each page, ascending. The first page begins at ``start``.
+        start: Number of first tokens that are on no page. They are hashed in pages of ``page_size`` tokens.
+        page_size: Used before ``start`` only.
+    """
+    row, earlier = np.asarray(tokens, "<u4"), page_ends(page_size, start)
+    before, hashes, begin = b"", [], 0
+    for end in (*earlier, *ends):
+        before = sha256(before + row[begin:end].tobytes()).digest()
+        hashes.append(before)
+        begin = end
+    return hashes[len(earlier) :]
+
+
+def page_ends(page_size: int, end: int, start: int = 0) -> list[int]:
+    """Return the ends of pages of ``page_size`` tokens that cover ``start`` to ``end``. The last page may hold fewer tokens."""
+    return [min(begin + page_size, end) for begin in range(start, end, page_size)]

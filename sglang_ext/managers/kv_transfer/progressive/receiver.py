@@ -12,15 +12,12 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptSlots
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_hashes
-from sglang_ext.managers.kv_transfer.progressive.control import VERSION, Abort, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.room_writer import EarlyRoom, RoomWriter
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries, RoomWriter
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -30,7 +27,10 @@ class ProgressiveReceiver(CommonKVReceiver):
     """Receiver of one request. SGLang's scheduler calls it. ``anchor_arrived``, ``succeed`` and ``fail`` are called from threads of links.
 
     Success is reported once all KV has arrived. For a request with early decoding it is reported once the anchor has arrived. The rest is
-    then handed over as an :class:`EarlyRoom`, and written to the request's slots while it decodes.
+    then written to the request's slots while it decodes, and the receiver is handed over to ``ArrivingFullKV``.
+
+    Attributes:
+        prefill_again: For early decoding: lets the prefill server compute the request again, after its slots were freed.
     """
 
     kv_mgr: ProgressiveManager
@@ -47,8 +47,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._queries: PromptQueries | None = None
         self._row: Callable[[], int] | None = None
         self._quantized_slots: Callable[[], QuantizedPromptSlots] | None = None
-        self._start_early: Callable[[EarlyRoom], None] | None = None
-        self._prefill_again: "Callable[[Req], None] | None" = None
+        self._start_early: "Callable[[ProgressiveReceiver], None] | None" = None
+        self.prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
         self._created = time.monotonic()
 
@@ -62,40 +62,33 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Whether all KV is written, with its residuals."""
         return self._writer is not None and self._writer.complete
 
-    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """Set the request's tokens, whose hashes identify its pages. Called before ``send_metadata``.
+    @property
+    def failure(self) -> str | None:
+        """Why the rest of the KV will not arrive; None while it may."""
+        return self._writer.failure
 
-        Args:
-            tokens: Token ids of the prompt.
-            refused: Why the request has ended already; None if it has not.
+    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+        """Set the request's token ids, whose hashes identify its pages. Called before ``send_metadata``.
+
+        ``refused`` says why the request has ended already; None if it has not.
         """
         self._prompt, self._refused = tokens, refused
 
     def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
-        """Accept the newest queries of the prompt after the auxiliary record. Called before ``send_metadata``.
-
-        Args:
-            queries: Stores the queries.
-            row: Returns the request's row of the token table, once it has one.
-        """
+        """Accept the newest queries of the prompt. ``row`` returns the request's row once it has one. Called before ``send_metadata``."""
         self._queries, self._row = queries, row
 
     def expect_quantized(self, coded: Callable[[], QuantizedPromptSlots]) -> None:
-        """Ask for the prompt as quantized KV. Called before ``send_metadata``.
-
-        Args:
-            coded: Returns the slots to write to, once they are allocated.
-        """
+        """Ask for the prompt as quantized KV. Called before ``send_metadata``. ``coded`` returns its slots once they are allocated."""
         self._quantized_slots = coded
 
-    def enable_early_decoding(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
+    def enable_early_decoding(self, begin: "Callable[[ProgressiveReceiver], None]", prefill_again: "Callable[[Req], None]") -> None:
         """Let the request decode on the anchor of its KV. Called before ``send_metadata``.
 
-        Args:
-            begin: Called with the rest of the room when the request starts to decode.
-            prefill_again: ``prefill_again`` of the :class:`EarlyRoom`.
+        ``begin`` is called with this receiver when the request starts to decode. It uses ``complete``, ``failure``, ``cancel`` and
+        ``prefill_again`` from then on.
         """
-        self._start_early, self._prefill_again = begin, prefill_again
+        self._start_early, self.prefill_again = begin, prefill_again
 
     def anchor_arrived(self) -> None:
         """All anchors and the auxiliary record are written."""
@@ -146,11 +139,8 @@ class ProgressiveReceiver(CommonKVReceiver):
             return
         prefix, coded = decode_prefix_len or 0, None if self._quantized_slots is None else self._quantized_slots()
         try:
-            if coded is None:
-                self._writer = self._expect(kv_indices, aux_index, prefix)
-            else:
-                self._writer = self._expect_quantized_prompt(coded, aux_index)
-            self.kv_mgr.links.register(self.bootstrap_room, self._writer.expected, self._writer)
+            self._writer = self._make_writer(kv_indices, aux_index, prefix, coded)
+            self.kv_mgr.links.rooms.register(self.bootstrap_room, self._writer.expected, self._writer)
         except LinkError as error:
             self._give_up(str(error))
             return
@@ -159,7 +149,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
         places = (0, 0) if coded is None else (coded.begin, coded.end)
-        metadata = RoomMetadata(VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
+        metadata = RoomMetadata(CONTROL_VERSION, self.room, *here, prefix, len(self._prompt), self.bootstrap_room, places)
         if not all(self.kv_mgr.send_message(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
             return
@@ -183,33 +173,33 @@ class ProgressiveReceiver(CommonKVReceiver):
         return status
 
     def failure_exception(self) -> None:
-        """Raise the reason of the failure. After this call nothing is written to the request's slots.
-
-        Raises:
-            KVTransferError: Always.
-        """
+        """Raise the reason of the failure as ``KVTransferError``. After this call nothing is written to the request's slots."""
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
         self.kv_mgr.raise_failure(self.bootstrap_room, self.room)
 
     def clear(self) -> None:
-        """Release the request's state; SGLang has finished with the receiver. After this call nothing is written to the request's slots,
-        unless it decodes early."""
+        """Release the request's state. After this call nothing is written to the request's slots, unless it decodes early."""
         if self._queries is not None and self.conclude_state == KVPoll.Success:
             self._queries.write(self._row(), self._writer.queries)
-        # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (arriving_full_kv.py),
+        # With several ranks, some may have all of the KV already. The ranks agree on it when the request runs (ArrivingFullKV),
         # provided that all of them wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
         if self._start_early is not None and self.conclude_state == KVPoll.Success and early:
-            self._start_early(EarlyRoom(self.bootstrap_room, self._writer, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+            self._start_early(self)
         else:
-            self.kv_mgr.links.abort(self.bootstrap_room)
-            if self._writer is not None and not self.complete:
-                # Earlier writes may still be queued on the device.
-                self.kv_mgr.pool.synchronize_links()
+            self.cancel()
         self._start_early = None
         super().clear()
+
+    def cancel(self) -> None:
+        """Stop the writes to the request's slots. When this returns, none is under way."""
+        complete = self.complete
+        self.kv_mgr.links.rooms.abort(self.bootstrap_room)
+        if self._writer is not None and not complete:
+            # Earlier writes may still be queued on the device.
+            self.kv_mgr.pool.synchronize_links()
 
     def abort(self) -> None:
         """Abort the request on this side. SGLang also calls this after a failed search for the prefill server."""
@@ -217,32 +207,25 @@ class ProgressiveReceiver(CommonKVReceiver):
         if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
             self.kv_mgr.record_failure(self.bootstrap_room, f"{self._no_prefill_server()}; the request was aborted")
 
-    def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> RoomWriter:
-        codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
-        tokens = self._prompt[prefix:]
-        slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(tokens)]
-        if len(slots) != len(tokens):
-            raise LinkError(f"{len(slots)} slots for {len(tokens)} tokens of room {self.room}")
-        hashes = page_hashes(self._prompt[:prefix], codec.page_size)
-        hashes = page_hashes(tokens, codec.page_size, hashes[-1] if hashes else b"")
-        pages = [
-            PlacedPage(prefix + begin, torch.from_numpy(slots[begin : begin + codec.page_size]).to(self.kv_mgr.pool.device))
-            for begin in range(0, len(slots), codec.page_size)
-        ]
-        buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
-        return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
-
-    def _expect_quantized_prompt(self, coded: QuantizedPromptSlots, aux_index: int) -> RoomWriter:
-        """Build the writer of a quantized prompt: blocks into slots of the compressed KV, and the unpacked tokens into their own slots."""
-        pool, tokens = self.kv_mgr.pool, len(self._prompt)
-        codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, self.kv_mgr.codec.page_size)
-        ends = codec.ends(tokens)
-        starts = [0, *ends][: len(ends)]
-        pages = [PlacedPage(start, coded.slots(start, end).to(pool.device)) for start, end in zip(starts, ends)]
-        # Threads of links read these slot tensors on another stream than the one that computes them.
-        pool.synchronize()
-        buffers = pool, self.kv_mgr.aux, aux_index
-        return RoomWriter(codec, *buffers, self.kv_mgr.layers, pages, page_hashes_at(self._prompt, ends), self, self._queries)
+    def _make_writer(self, kv_indices: np.ndarray, aux_index: int, prefix: int, coded: QuantizedPromptSlots | None) -> RoomWriter:
+        """Build the writer of the prompt after ``prefix``. A quantized prompt is written to ``coded`` instead of SGLang's pages."""
+        pool, codec, prompt = self.kv_mgr.pool, self.kv_mgr.codec, self._prompt
+        if coded is None:
+            ends, page = page_ends(codec.page_size, len(prompt), prefix), self.kv_mgr.kv_args.page_size
+            own = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(prompt) - prefix]
+            if len(own) != len(prompt) - prefix:
+                raise LinkError(f"{len(own)} slots for {len(prompt) - prefix} tokens of room {self.room}")
+        else:
+            codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, codec.page_size)
+            ends, prefix = codec.ends(len(prompt)), 0
+        spans = list(zip([prefix, *ends], ends))
+        slots = (torch.from_numpy(own[start - prefix : end - prefix]) if coded is None else coded.slots(start, end) for start, end in spans)
+        pages = [PlacedPage(start, each.to(pool.device)) for (start, _), each in zip(spans, slots)]
+        if coded is not None:
+            # Threads of links read these slot tensors on another stream than the one that computes them.
+            pool.synchronize()
+        hashes = page_hashes(prompt, ends, prefix, codec.page_size)
+        return RoomWriter(codec, self.kv_mgr.aux, aux_index, self.kv_mgr.layers, pages, hashes, self, self._queries)
 
     def _ends_refused(self) -> bool:
         """End the rooms of both sides if the request has ended before its KV is expected. Return whether it has."""

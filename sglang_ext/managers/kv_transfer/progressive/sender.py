@@ -11,35 +11,33 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes_at, page_ends, page_hashes
 from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.control import RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
-from sglang_ext.managers.kv_transfer.progressive.room_encoder import RoomEncoder
-from sglang_ext.managers.kv_transfer.prompt_queries import QueryReader
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
+from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.rooms import QueryReader, RoomEncoder
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 
 # The message of SGLang's own class.
 ABORTED = "Aborted by AbortReq."
 
 
 class Stage(Enum):
-    """Progress of a request in SGLang. Used by the scheduler's thread."""
+    """Progress of a request in SGLang. Used by the scheduler's thread.
+
+    ``OPEN``: no KV has been sent. ``SENDING``: the first KV was submitted for encoding. ``CLEARED``: SGLang has finished with the request; a
+    successful room continues to be sent. ``ABORTED``: cleared, because it was aborted on this side.
+    """
 
     OPEN = auto()
-    """No KV has been sent."""
     SENDING = auto()
-    """The first KV was submitted for encoding."""
     CLEARED = auto()
-    """SGLang has finished with the request; a successful room continues to be sent."""
     ABORTED = auto()
-    """Cleared, because it was aborted on this side."""
 
 
 # Stages after which SGLang no longer polls a sender.
@@ -65,7 +63,8 @@ class ProgressiveSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
         self.init_time = time.time()
         self._prompt: Sequence[int] = ()
-        self._query_reader: QueryReader | None = None
+        self.tokens = 0
+        self._read_queries: QueryReader | None = None
         self._packing: tuple[Packing, KVBuffers] | None = None
         self._metadata: RoomMetadata | None = None
         self._peer: DecodePeer | None = None
@@ -76,30 +75,25 @@ class ProgressiveSender(CommonKVSender):
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Number of prompt tokens."""
-        return len(self._prompt)
-
-    def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """Set the request's tokens, whose hashes identify its pages, and wait for the decode side. Called before ``init``.
+    def set_prompt(
+        self,
+        tokens: Sequence[int],
+        refused: str | None = None,
+        packing: tuple[Packing, KVBuffers] | None = None,
+        read_queries: QueryReader | None = None,
+    ) -> None:
+        """Set the request's token ids, whose hashes identify its pages, and wait for the decode side. Called before ``init``.
 
         Args:
-            tokens: Token ids of the prompt.
             refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
+            packing: Allows to send the prompt as quantized KV in this packing, from a pool with these buffers.
+            read_queries: Returns the newest queries of the prompt, which are sent with the auxiliary record.
         """
-        self._prompt = tokens
+        self._packing, self._read_queries = packing, read_queries
+        self._prompt, self.tokens = tokens, len(tokens)
         self.kv_mgr.handshakes.join(self)
         if refused is not None:
             self._give_up(refused)
-
-    def set_query_reader(self, read: QueryReader) -> None:
-        """Send the newest queries of the prompt with the auxiliary record. Called before ``init``."""
-        self._query_reader = read
-
-    def set_packing(self, packing: Packing, buffers: KVBuffers) -> None:
-        """Allow the prompt to be sent as quantized KV in this packing, from a pool with these buffers. Called before ``init``."""
-        self._packing = packing, buffers
 
     @property
     def is_sending_prefix(self) -> bool:
@@ -123,15 +117,14 @@ class ProgressiveSender(CommonKVSender):
             slots: int64 [tokens], slots of the full KV.
 
         Returns:
-            False, without any effect, if the prompt cannot be packed, if too much waits already, or if the request was given up here, so
-                that nothing would take the pages.
+            False, without any effect, if the prompt cannot be packed, if too much waits already, or if the request was given up here.
         """
         waiting = self.kv_mgr.waiting
         if self._peer is not None or self._packing is None or self._stage in ENDED_STAGES or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
-        parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
+        parts = (codec.encode(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers).anchor for start, stop in zip([0, *ends], ends))
         # The pages are copied. Otherwise they would keep the blocks that links need.
         waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
         self.kv_mgr.add_event(self.room, "computed")
@@ -168,12 +161,7 @@ class ProgressiveSender(CommonKVSender):
             self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Open the room on the link. The decode side is ready, and pages follow.
-
-        Args:
-            num_kv_indices: Number of SGLang pages to send.
-            aux_index: Row of the auxiliary record.
-        """
+        """Open the room on the link for ``num_kv_indices`` of SGLang's pages and row ``aux_index`` of the auxiliary records."""
         super().init(num_kv_indices, aux_index)
         metadata = self._metadata
         if metadata is None:
@@ -191,11 +179,7 @@ class ProgressiveSender(CommonKVSender):
             self._give_up(str(error))
 
     def _room(self, metadata: RoomMetadata) -> RoomEncoder:
-        """Build the encoder of the room, with the pages that the decode side asks for.
-
-        Raises:
-            LinkError: The prompt cannot be sent as quantized KV, or not with this range of tokens.
-        """
+        """Build the encoder of the room, with the pages that the decode side asks for. Raise ``LinkError`` if they cannot be sent."""
         prefix, (begin, end), packed = metadata.prefix, metadata.coded, self.kv_mgr.waiting.coded(self)
         if packed not in (None, metadata.coded):
             raise LinkError(
@@ -205,15 +189,14 @@ class ProgressiveSender(CommonKVSender):
         if begin == end:
             codec = self.kv_mgr.codec
             ends = page_ends(codec.page_size, len(self._prompt), prefix)
-            before = page_hashes(self._prompt[:prefix], codec.page_size)
         elif self._packing is None or prefix:
             raise LinkError(
                 f"the decode server asks for tokens {begin} to {end} as quantized KV, which this server cannot send: start both alike"
             )
         else:
             codec = self._codec(begin, end)
-            ends, before = codec.ends(len(self._prompt)), []
-        hashes = page_hashes_at(self._prompt[prefix:], [each - prefix for each in ends], before[-1] if before else b"")
+            ends = codec.ends(len(self._prompt))
+        hashes = page_hashes(self._prompt, ends, prefix, codec.page_size)
         starts = [prefix, *ends][: len(ends)]
         self._lengths.extend(stop - start for start, stop in zip(starts, ends))
         return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
@@ -250,7 +233,7 @@ class ProgressiveSender(CommonKVSender):
             self._lengths.clear()
         while self._lengths and self._lengths[0] <= len(self._slots):
             size = self._lengths.popleft()
-            pages.append(self._on_device(self._slots[:size]))
+            pages.append(torch.from_numpy(self._slots[:size]).to(self.kv_mgr.pool.device))
             self._slots = self._slots[size:]
         if pages or last:
             self._peer.send(self._encoder, tuple(pages), self._record() if last else None, ready)
@@ -269,11 +252,7 @@ class ProgressiveSender(CommonKVSender):
         return status
 
     def failure_exception(self) -> None:
-        """Raise the reason of the failure.
-
-        Raises:
-            KVTransferError: Always.
-        """
+        """Raise the reason of the failure as ``KVTransferError``."""
         if self._stage is Stage.ABORTED:
             raise KVTransferError(self.room, ABORTED)
         if self.conclude_state is None:
@@ -304,10 +283,7 @@ class ProgressiveSender(CommonKVSender):
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
-        return self.kv_mgr.aux.read(self.aux_index) + (self._query_reader(most) if self._query_reader is not None and most else b"")
-
-    def _on_device(self, slots: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(slots).to(self.kv_mgr.pool.device)
+        return self.kv_mgr.aux.read(self.aux_index) + (self._read_queries(most) if self._read_queries is not None and most else b"")
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)

@@ -1,52 +1,58 @@
-"""Interfaces for how compressed KV is stored in slots of SGLang's pool.
-
-:class:`SlotLayout` is the layout of one compression method. :class:`KVLayout` is the layout of all compressed KV of a server. This module
-also has the plain layouts, which store tokens unchanged.
+"""Interfaces for how compressed KV is stored in slots of SGLang's pool, and the plain layouts, which store tokens unchanged.
 
 A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
-records how much compressed KV each row begins with. layers/attention/compressed/ has the attention over rows of each layout.
+records how much compressed KV each row begins with. layers/attention/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 import torch
 
-from sglang_ext.core import CompressedKV
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
-    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
+    from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
 
-class SlotLayout(Protocol):
+class SlotLayout(ABC):
     """How compressed KV of one method is stored in slots.
 
     Attributes:
         recent: Newest tokens of a context that stay exact.
         sinks: First tokens of a context that are stored unchanged, in separate slots.
-        unit: Tokens covered, shared and kept are multiples of it.
         share: Approximate slots used, as a share of the slots of the kept tokens.
-        stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (rounding.py).
+        stochastic: Whether numbers are rounded stochastically, with seeds from their tokens (block_layout.py).
+        page_size: Slots that the pool allocates together.
     """
 
-    recent: int
-    sinks: int
-    unit: int
+    recent: int = 0
+    sinks: int = 0
     share: float
-    stochastic: bool
+    stochastic: bool = False
+    page_size: int
 
+    @property
+    def unit(self) -> int:
+        """Tokens covered, shared and kept are multiples of it."""
+        return self.page_size
+
+    @abstractmethod
     def packed_slots(self, tokens: int) -> int:
         """Slots that store this many tokens in packed form."""
 
     def held_slots(self, tokens: int) -> int:
         """Slots that this many tokens take, rounded up to whole pages."""
+        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
+    @abstractmethod
     def write(
         self,
-        buffers: KVBuffers,
+        buffers: "KVBuffers",
         kept: torch.Tensor,
         sources: torch.Tensor,
         targets: torch.Tensor,
@@ -64,18 +70,11 @@ class SlotLayout(Protocol):
 
 
 @dataclass(frozen=True)
-class PlainSlots:
-    """Stores tokens unchanged, one slot each: the :class:`SlotLayout` of methods that do not pack.
+class PlainSlots(SlotLayout):
+    """Stores tokens unchanged, one slot each, for methods that do not pack."""
 
-    Attributes:
-        unit: Tokens of a page.
-    """
-
-    unit: int
-    recent: ClassVar[int] = 0
-    sinks: ClassVar[int] = 0
+    page_size: int
     share: ClassVar[float] = 1.0
-    stochastic: ClassVar[bool] = False
 
     def packed_slots(self, tokens: int) -> int:
         """0: no slot stores packed tokens."""
@@ -87,13 +86,13 @@ class PlainSlots:
 
     def write(
         self,
-        buffers: KVBuffers,
+        buffers: "KVBuffers",
         kept: torch.Tensor,
         sources: torch.Tensor,
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Copy the kept tokens of each head. Arguments as :meth:`SlotLayout.write`'s."""
+        """As :meth:`SlotLayout.write`."""
         buffers.copy_kept(kept, sources, targets)
 
 
@@ -110,12 +109,15 @@ class KVLayout(ABC):
     points_to_full_kv: ClassVar[bool] = False
     selects_in_attention: ClassVar[bool] = False
 
-    def step_selects(self, row: int, after: int) -> bool:
-        """Whether attention selects tokens for a row in the next launched step, if the layout :attr:`selects_in_attention`.
+    @property
+    def key_derived_data(self) -> "PageExtremes | None":
+        """Data beside the pool by which attention selects pages; None if it selects none."""
+        return None
 
-        Args:
-            row: A row that begins with such compressed KV. Call this once for each step over it.
-            after: Tokens after the compressed KV, including the step's own.
+    def step_selects(self, row: int, after: int) -> bool:
+        """Whether attention selects tokens for ``row`` in the next launched step, if the layout :attr:`selects_in_attention`.
+
+        Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
         """
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
@@ -135,8 +137,8 @@ class KVLayout(ABC):
 
         Args:
             row: The draft row that will begin with these slots; None for none.
-            slot_layout: The method's slot layout.
-            compressor: The compressor that selects the tokens of each head.
+            slot_layout: The method's.
+            compressor: Selects the tokens of each head.
             context: The full KV to select from.
             targets: int64 slots, by part.
 
@@ -154,14 +156,8 @@ class KVLayout(ABC):
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """How much compressed KV each of ``rows``, int64 [batch], begins with; 0 for none. Waits for the device."""
 
-    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
-        """Check that a draft row agrees with its compressed KV.
-
-        Args:
-            row: Row of the token table.
-            compressed: The compressed KV.
-            covered: int64, slots of the full KV of the covered tokens.
-            buffers: The pool's buffers.
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: "KVBuffers") -> None:
+        """Check that a draft row agrees with its compressed KV. ``covered``, int64, are the slots of the covered tokens' full KV.
 
         Raises:
             IntegrityError: They disagree. The message has the row and its values.
@@ -187,7 +183,7 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class RowCountLayout(KVLayout, Generic[Form]):
-    """A layout with a table of how much compressed KV each row begins with.
+    """A layout with a table.
 
     Attributes:
         layout: How compressed KV is stored in slots.

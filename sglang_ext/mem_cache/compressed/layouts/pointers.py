@@ -3,35 +3,35 @@
 A pointer is a slot number, int32. The pointers of a head are stored one after another in the head's key cells of the compressed KV's
 slots in SGLang's pool, in each layer. With heads of 128 numbers of 16 bits, a slot stores 64 pointers per head. Pointers thus take little
 memory next to full KV, and the pool accounts for them. Full KV of a running request is locked, so that its slots do not change.
+
+Attention itself may select pages in each step by the step's query: Quest on a GPU. A Quest page is a page of SGLang's pool or a part of it.
+Its tokens are in consecutive slots, so that every sixteenth slot of a row begins a page of the context. Compressed KV covers and keeps
+whole pages, and a selection fills the pointers exactly. The other inputs of a selection are stored on the device by row of the token table,
+so that one CUDA graph serves all requests.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, PlainSlots
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
 
 
 @dataclass(frozen=True)
-class Pointers:
-    """How pointers are stored in slots of one pool. It is a :class:`~.base.SlotLayout`.
-
-    Attributes:
-        per_slot: Pointers per layer and head in one slot.
-        page_size: Slots that the pool allocates together.
-    """
+class Pointers(SlotLayout):
+    """How pointers are stored in slots of one pool. In one slot, a head has ``per_slot`` pointers per layer."""
 
     per_slot: int
     page_size: int
-    recent: ClassVar[int] = 0
-    sinks: ClassVar[int] = 0
-    stochastic: ClassVar[bool] = False
 
     @classmethod
     def for_pool(cls, buffers: KVBuffers, page_size: int) -> "Pointers":
@@ -39,22 +39,13 @@ class Pointers:
         return cls(as_pointers(buffers.keys[0]).shape[-1], page_size)
 
     @property
-    def unit(self) -> int:
-        """Tokens covered and kept are multiples of it."""
-        return self.page_size
-
-    @property
     def share(self) -> float:
-        """Slots of pointers, as a share of the slots of the tokens that they point to."""
+        """As :attr:`SlotLayout.share`."""
         return 1 / self.per_slot
 
     def packed_slots(self, tokens: int) -> int:
         """Slots of the pointers to this many tokens."""
         return -(-tokens // self.per_slot)
-
-    def held_slots(self, tokens: int) -> int:
-        """:meth:`packed_slots`, rounded up to whole pages."""
-        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
     def write(
         self,
@@ -64,17 +55,9 @@ class Pointers:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Point the compressed KV to each head's kept tokens. On a GPU it does not wait for the device.
-
-        Args:
-            buffers: The pool's buffers.
-            kept: int64 [layers, kv_heads, count], indices into ``sources``.
-            sources: int64 [tokens], slots of the context.
-            targets: int64, slots of the compressed KV, at least :meth:`packed_slots` of ``count``.
-            seeds: Unused.
-        """
+        """Point the compressed KV to each head's kept tokens, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed.write_pointers import write_pointers
+            from sglang_ext.layers.kernels.kv_copies import write_pointers
 
             write_pointers(buffers.key_table, buffers.keys[0], kept, sources, targets)
             return
@@ -84,7 +67,7 @@ class Pointers:
             as_pointers(buffer)[targets[:held]] = filled.unflatten(-1, (held, -1)).transpose(0, 1).int()
 
     def read(self, keys: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
-        """Slots of the tokens that a layer's heads keep: int64 [kv_heads, count].
+        """Slots of the ``count`` tokens that each of a layer's heads keeps: int64 [kv_heads, count].
 
         Args:
             keys: The layer's key buffer.
@@ -125,3 +108,106 @@ class PointerLayout(RowCountLayout[Pointers]):
 def as_pointers(keys: torch.Tensor) -> torch.Tensor:
     """A layer's key buffer, [slots, kv_heads, head_dim], viewed as int32 [slots, kv_heads, per_slot]."""
     return keys.view(torch.int32)
+
+
+@dataclass(frozen=True)
+class PagePointerLayout(PointerLayout):
+    """Draft rows that begin with pointers, and the pages from which attention selects.
+
+    Attributes:
+        pages: int32 [rows], pages of the context that a row's compressed KV covers; 0 for rows without it.
+        selected_at: int32 [layers, rows, kv_heads], tokens after the compressed KV at the last selection; no rows if each step selects.
+        finished_parts: int32 [rows, kv_heads], finished parts of a selection; zeros between launches.
+        extremes: The extremes that bound the scores of pages.
+        every: Selection interval, in steps.
+        first, newest: Numbers of first and newest pages that are always selected.
+        last_selections: The host's copy of :attr:`selected_at`, for rows that selected since their compressed KV was made.
+    """
+
+    pages: torch.Tensor
+    selected_at: torch.Tensor
+    finished_parts: torch.Tensor
+    extremes: PageExtremes
+    every: int
+    first: int
+    newest: int
+    last_selections: dict[int, int] = field(default_factory=dict)
+
+    selects_in_attention = True
+
+    @classmethod
+    def of_pool(cls, layout: Pointers, token_table: torch.Tensor, extremes: PageExtremes, method: Quest) -> Self:
+        """Create an empty layout for the rows of a token table."""
+        layers, _, heads = extremes.held.shape[:3]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=token_table.device)
+
+        rows, page = len(token_table), extremes.page
+        counts, pages, finished_parts = zeros(rows), zeros(rows), zeros(rows, heads)
+        selected_at = zeros(layers, rows if method.every > 1 else 0, heads)
+        always = (-(-tokens // page) for tokens in (method.sinks, method.recent))
+        return cls(layout, counts, pages, selected_at, finished_parts, extremes, method.every, *always)
+
+    @property
+    def key_derived_data(self) -> PageExtremes:
+        """The extremes."""
+        return self.extremes
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.extremes.page
+
+    @property
+    def page_bounds(self) -> torch.Tensor:
+        """[layers, pages, kv_heads, 2, head_dim], the smallest and largest keys of each page of the pool."""
+        return self.extremes.held
+
+    def on_filled(self, row: int, compressed: CompressedKV) -> None:
+        """Record the numbers of pointers and pages. The row's next step selects."""
+        super().on_filled(row, compressed)
+        self.pages[row] = compressed.covered // self.page
+        # Clear counts that a launch left if it ended early for another request.
+        self.finished_parts[row] = 0
+        if self.every > 1:
+            self.selected_at[:, row] = -self.every
+            self.last_selections.pop(row, None)
+
+    def step_selects(self, row: int, after: int) -> bool:
+        """Predict as :meth:`KVLayout.step_selects` what the kernel decides by itself."""
+        if self.every > 1:
+            if after - self.last_selections.get(row, -self.every) < self.every:
+                return False
+            self.last_selections[row] = after
+        return True
+
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that the covered tokens and the pointers' targets are whole pages, and that their extremes match the stored keys."""
+        super().check(row, compressed, covered, buffers)
+        among = int(self.pages[row])
+        if among * self.page != len(covered):
+            raise IntegrityError(f"attention selects among {among} pages for draft row {row}, which covers {len(covered)} tokens")
+        pages = self._page_starts(covered, f"draft row {row} covers") // self.page
+        for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
+            targets = self.layout.read(keys, compressed.own, compressed.own_tokens)
+            self._page_starts(targets.flatten(), f"pointers of draft row {row} in layer {layer} point to")
+            is_stale = (held[pages] != compute_extremes(keys, self.page, pages)).flatten(1).any(1)
+            if bool(is_stale.any()):
+                raise IntegrityError(
+                    f"extremes of pages {pages[is_stale].tolist()[:8]} of the request of draft row {row} in layer {layer} do not match the "
+                    "keys that are stored there"
+                )
+
+    def _page_starts(self, slots: torch.Tensor, what: str) -> torch.Tensor:
+        """First slots of the pages that consist of ``slots``, int64."""
+        firsts = slots[:: self.page]
+        whole = (firsts[:, None] + torch.arange(self.page, device=slots.device)).flatten()
+        if len(slots) % self.page or not torch.equal(whole, slots) or bool((firsts % self.page).any()):
+            raise IntegrityError(f"{what} slots that are not whole pages of {self.page}: {slots.tolist()[:8]}")
+        return firsts
+
+    @staticmethod
+    def table_numbers(layers: int, kv_heads: int, every: int) -> int:
+        """Numbers that the layout's tables have per row, in addition to :attr:`counts`."""
+        return 1 + kv_heads * (1 + (layers if every > 1 else 0))

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, BlockLayout, Quantized
-from sglang_ext.mem_cache.compressed.layouts.rounding import lane, noise
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, as_bytes, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -27,13 +27,12 @@ WRITTEN_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Packing:
+class Packing(SlotLayout):
     """How one pool stores the compressed KV of one quantizer.
 
     Attributes:
         quantizer: Computes the codes.
         keys, values: Layout of a block in key cells, and in value cells.
-        page_size: Slots that the pool allocates together.
         rotary: The model's rotary embedding, for a quantizer that reads keys from before it.
 
     Raises:
@@ -68,22 +67,22 @@ class Packing:
 
     @property
     def recent(self) -> int:
-        """Newest tokens of a context that stay exact."""
+        """As :attr:`SlotLayout.recent`."""
         return self.quantizer.recent
 
     @property
     def sinks(self) -> int:
-        """First tokens of a context that are stored unchanged, in whole pages."""
+        """As :attr:`SlotLayout.sinks`, in whole pages."""
         return -(-self.quantizer.sinks // self.page_size) * self.page_size
 
     @property
     def stochastic(self) -> bool:
-        """Whether numbers are rounded stochastically, with seeds of their tokens."""
+        """As :attr:`SlotLayout.stochastic`."""
         return self.quantizer.stochastic
 
     @property
     def share(self) -> float:
-        """Slots of a block, as a share of the slots that its tokens take in full KV."""
+        """As :attr:`SlotLayout.share`."""
         return self.block_slots / self.block_tokens
 
     @property
@@ -98,16 +97,12 @@ class Packing:
 
     @property
     def unit(self) -> int:
-        """Tokens covered, shared and kept are multiples of it."""
+        """As :attr:`SlotLayout.unit`."""
         return lcm(self.block_tokens, self.page_size)
 
     def packed_slots(self, tokens: int) -> int:
         """Slots of the blocks of ``tokens`` tokens, a multiple of :attr:`unit`."""
         return tokens // self.block_tokens * self.block_slots
-
-    def held_slots(self, tokens: int) -> int:
-        """:meth:`packed_slots`, rounded up to whole pages."""
-        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """:meth:`Quantizer.rotation` of keys and of values, on ``device``. Returns the same tensors each time."""
@@ -125,17 +120,17 @@ class Packing:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Pack each head's kept tokens into ``targets``, in all layers. Does not wait for the device.
+        """Pack each head's kept tokens into ``targets``, in all layers, as :meth:`SlotLayout.write`.
 
         Args:
             buffers: The pool's buffers.
             kept: int64 [layers, kv_heads, tokens], indices into ``sources``; whole blocks.
             sources: int64, slots of the context from its first token on, so that the indices are positions.
             targets: int64 [held_slots(tokens)], on a GPU disjoint from ``sources``. Slots that pad the last page stay unchanged.
-            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (rounding.py); None rounds to the nearest code.
+            seeds: int32, of the tokens in ``sources``; None rounds to the nearest code.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, can_pack
+            from sglang_ext.layers.kernels.packed.pack_blocks import can_pack, pack_blocks
 
             if can_pack(self, buffers):
                 pack_blocks(self, buffers, kept, sources, targets, seeds)
@@ -155,7 +150,7 @@ class Packing:
     def codes(
         self, numbers: torch.Tensor, tokens: torch.Tensor, is_value: bool, layer: int, first_head: int, seeds: torch.Tensor | None
     ) -> Quantized:
-        """Quantize a layer's keys or values into blocks.
+        """Quantize a layer's keys or values into blocks. Keys lose their rotary embedding first, if blocks store positions.
 
         Args:
             numbers: float32 [heads, tokens, dim]; whole blocks.
@@ -164,31 +159,16 @@ class Packing:
             layer, first_head: The layer and the first KV head in the model. The noise depends on them.
             seeds: int32 [heads, tokens], seeds of the noise; None rounds to the nearest code.
         """
-        layout, drawn = self.values if is_value else self.keys, None
+        layout, rotation, given = self.values if is_value else self.keys, self.rotations(numbers.device)[is_value], ()
+        shape = len(numbers), -1, layout.tokens, layout.dim
         if seeds is not None:
             lanes = lane(layer, first_head, is_value) + 2 * torch.arange(len(numbers), device=numbers.device)
-            drawn = noise(seeds, lanes, layout.dim)
-        return self.quantize_numbers(numbers, tokens, layout, self.rotations(numbers.device)[is_value], drawn)
-
-    def quantize_numbers(
-        self,
-        numbers: torch.Tensor,
-        tokens: torch.Tensor,
-        layout: BlockLayout,
-        rotation: torch.Tensor | None,
-        drawn: torch.Tensor | None = None,
-    ) -> Quantized:
-        """Quantize float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens].
-
-        It first takes back the rotary embedding, if the layout stores positions, and applies ``rotation``. ``drawn`` is the rounding noise,
-        shaped as the numbers; None rounds to the nearest code.
-        """
+            given = (noise(seeds, lanes, layout.dim).view(shape),)
         if layout.positions:
             numbers = self.rotary.rotated(numbers, -tokens)
         if rotation is not None:
             numbers = numbers @ rotation
-        by = () if drawn is None else (drawn.view(len(numbers), -1, layout.tokens, layout.dim),)
-        block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid, *by)
+        block = self.quantizer.quantize(numbers.view(shape), layout.grid, *given)
         return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
 
     def dequantize(
@@ -246,8 +226,3 @@ class QuantizedLayout(RowCountLayout[Packing]):
             raise IntegrityError(
                 f"the compressed KV of draft row {row} has {compressed.num_packed_slots} packed slots, but the row's count is {int(self.counts[row])}"
             )
-
-
-def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
-    return buffer.view(torch.uint8)

@@ -13,35 +13,15 @@ The tokens of the heads follow one another, layer by layer and head by head.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from sglang_ext.core import CompressedKV, IntegrityError
-from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
-
-
-class RaggedSelection(NamedTuple):
-    """The tokens that all heads keep of a context. Index ``i`` of a head is ``layer * kv_heads + head``.
-
-    Attributes:
-        tokens: int64 [cells], positions in the context, ascending within a head.
-        bounds: int32 [layers * kv_heads + 1]. Head ``i`` has cells ``[bounds[i], bounds[i + 1])``.
-    """
-
-    tokens: torch.Tensor
-    bounds: torch.Tensor
-
-    @classmethod
-    def of(cls, chosen: torch.Tensor, heads: int, tokens: int) -> "RaggedSelection":
-        """Create it from ``chosen``, int64 [cells]: ``i * tokens + position``, in any order. ``heads`` counts those of all layers."""
-        chosen = chosen.sort().values
-        firsts = torch.arange(heads + 1, device=chosen.device) * tokens
-        return cls(chosen % tokens, torch.searchsorted(chosen, firsts, out_int32=True))
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
+from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part, RaggedSelection
 
 
 @dataclass(frozen=True)
@@ -89,8 +69,8 @@ class RaggedHeadLayout(KVLayout):
         self,
         row: int | None,
         slot_layout: SlotLayout,
-        compressor: "Compressor",
-        context: "ContextKV",
+        compressor: Compressor,
+        context: ContextKV,
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
         """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""
@@ -117,15 +97,12 @@ class RaggedHeadLayout(KVLayout):
             )
 
     def copy(self, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy each head's kept tokens. On a GPU it does not wait for the device.
+        """Copy each head's kept tokens, which fill all cells of the slots ``targets``, int64. On a GPU it does not wait for the device.
 
-        Args:
-            kept: The tokens. They fill all cells of ``targets``.
-            sources: int64 [tokens], slots of the context.
-            targets: int64, slots of the compressed KV, disjoint from ``sources``.
+        ``sources``, int64 [tokens], are the context's slots, disjoint from ``targets``.
         """
         if self.buffers.on_gpu:
-            from sglang_ext.layers.kernels.compressed.scatter_cells import scatter_cells
+            from sglang_ext.layers.kernels.kv_copies import scatter_cells
 
             tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
             scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)
@@ -140,13 +117,7 @@ class RaggedHeadLayout(KVLayout):
                 buffer[targets] = whole
 
     def read(self, kind: tuple[torch.Tensor, ...], slots: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Read the cells ``[first, last)`` of compressed KV: [cells, head_dim].
-
-        Args:
-            kind: The key buffers, or the value buffers.
-            slots: int64, slots of the compressed KV.
-            first, last: Cells.
-        """
+        """Read the cells ``[first, last)`` of compressed KV in ``slots``, int64: [cells, head_dim]. ``kind``: the key or the value buffers."""
         heads, each = self.kv_heads, len(slots) * self.kv_heads
         found = [kind[0].new_empty(0, kind[0].shape[-1])]
         for index in range(first // each, -(-last // each)):

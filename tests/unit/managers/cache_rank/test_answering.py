@@ -6,21 +6,23 @@ import pytest
 import torch
 from device_rank_helpers import rank_here
 from rank_helpers import attach
+from rank_socket import serve
 
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import selection_runner
-from sglang_ext.managers.cache_rank.on_gpu.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import DONE, ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank import protocol, selection_runner
+from sglang_ext.managers.cache_rank.protocol import DONE
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
 from sglang_ext.managers.cache_rank.protocol import SelectionRequest
+from sglang_ext.managers.cache_rank.selection_runner import MOST_GRAPHS, RECORDED_AFTER, UNUSED, SelectionRunner
 
 
 class Recording(SelectionRunner):
     """Notes for what it would record, and launches nothing."""
 
     def __init__(self):
-        memory, store = SimpleNamespace(shape=SimpleNamespace(most=64)), SimpleNamespace(slots=lambda lane, tokens: torch.arange(tokens))
+        shape = SimpleNamespace(most=64, entry=lambda lane, first: lane)
+        memory, store = SimpleNamespace(shape=shape), SimpleNamespace(slots=lambda lane, tokens: torch.arange(tokens))
         rotary = SimpleNamespace(cached_rotations=lambda: ())
-        super().__init__(memory, None, store, None, rotary, torch.device("cpu"), True)
+        super().__init__(memory, store, None, rotary, torch.device("cpu"), True)
         self.recorded: list[int] = []
 
     def _record_graph(self, inputs):
@@ -74,12 +76,13 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
     graphs, launched, refused = rank._answering, rank._answering._answer, []
-    rank._handle(protocol.Lease(0, 0, (0, 1, 2, 3)))
+    socket.tell(protocol.Lease(0, 0, (0, 1, 2, 3)))
+    serve(rank)
 
     def ask(sequence, covered):
-        rank._handle(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
+        socket.tell(protocol.SelectionRequest(0, 0, 5, sequence, covered, 8, (63,), number=arena.reserve_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
-        rank._answer_next()
+        serve(rank)
         return socket.messages[-1].chosen
 
     prepared = [protocol.SelectionRequest(0, 0, 5, 9, 64, 8, (63,))], [arena.word(9)]
@@ -105,10 +108,11 @@ def test_a_rank_gives_up_what_it_recorded_where_other_questions_have_no_room_bes
 
 
 def test_where_tokens_lie_is_looked_up_anew_once_blocks_of_their_lane_are_others():
-    rank, _ = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
+    rank, socket = rank_here(ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu"), apart=True)
     asks, table = [[protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), ahead=ahead)] for ahead in (1, 2)], torch.arange(64)
     for block in (3, 5):
-        rank._handle(protocol.Lease(0, 0, (block,)))
+        socket.tell(protocol.Lease(0, 0, (block,)))
+        serve(rank)
         # Of all forms that are known, and of others.
         for again in (True, False):
             for ask in asks:

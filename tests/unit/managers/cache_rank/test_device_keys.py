@@ -1,14 +1,14 @@
-"""Keys that a cache rank on a GPU takes out of the arena, of many blocks at once: on a CPU, where PyTorch copies them."""
+"""Keys that a cache rank takes out of the exchange buffer, of many blocks at once: on a CPU, where PyTorch copies them."""
 
 import pytest
 import torch
 from rank_helpers import attach, pool
 
-from sglang_ext.managers.cache_rank.key_store import KeyStore
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_keys import GpuKeys, split_by_block
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import MappedExchangeBuffer
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.key_store import KeyStore, split_by_block
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import KeyPiece, StagedTokens
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 
 CPU = torch.device("cpu")
 # Two to one block, the second of which counts; the last ends with the last block.
@@ -20,25 +20,30 @@ def keys_of(bits, rows):
     told = attach(bits=bits, rows=rows, fresh=8 * rows)
     arena = ExchangeBuffer(told.shape, CPU, "cpu")
     arena.put_keys([StagedTokens(0, 64, 0), StagedTokens(1, 9, 64), StagedTokens(2, 64, 73), StagedTokens(3, 4, 137)], pool(0, 200), torch.arange(141))
-    store = KeyStore(told.shape, told.blocks, told.scaling, bits, CPU)
-    return arena, store, GpuKeys(store, told.scaling, CPU), MappedExchangeBuffer(told.shape, CPU, b"", arena.begin(1))
+    store = KeyStore(told, CPU)
+    return arena, store, MappedExchangeBuffer(told.shape, CPU, b"", arena.begin(1))
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["positions", "rows"])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
-    arena, store, keys, memory = keys_of(bits, rows)
-    other = keys_of(bits, rows)[1]
-    keys.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
+    arena, store, memory = keys_of(bits, rows)
+    slots, keys = store.blocks * 64, arena.keys[0, 0]
+    other = scoring_keys(KeySpec(arena.shape.layers, *keys.shape[1:], keys.dtype, bits), slots)
+    exact = torch.zeros(2, arena.shape.layers, slots, *keys.shape[1:])
+    store.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
     for piece in PIECES:
-        other.append(piece, arena.keys[piece.place], arena.values[piece.place] if rows else None)
+        first, tokens = store.first_slot(piece), piece.tokens
+        other.write(first, arena.keys[piece.place, :, :tokens])
+        if rows:
+            exact[:, :, first : first + tokens] = torch.stack([part[piece.place, :, :tokens] for part in (arena.keys, arena.values)])
     for piece in PIECES:
         tokens = torch.arange(piece.tokens) + store.first_slot(piece)
         for layer in range(arena.shape.layers):
-            assert torch.equal(store.held.read(layer, tokens), other.held.read(layer, tokens))
+            assert torch.equal(store.buffers.scored(layer, tokens), other.read(layer, tokens))
             if rows:
-                head = torch.zeros_like(tokens)
-                assert all(map(torch.equal, store.rows.read(layer, tokens, head), other.rows.read(layer, tokens, head)))
+                assert torch.equal(store.sent.keys[layer][tokens], exact[0, layer, tokens])
+                assert torch.equal(store.sent.values[layer][tokens], exact[1, layer, tokens])
 
 
 def test_what_goes_to_one_block_is_taken_in_the_order_in_which_it_was_sent_and_all_else_at_once():
@@ -46,8 +51,8 @@ def test_what_goes_to_one_block_is_taken_in_the_order_in_which_it_was_sent_and_a
     assert [*split_by_block(pulls)] == [pulls[:2], pulls[2:]] and [*split_by_block([])] == []
     alike = [StagedTokens(place, 1, 7) for place in range(3)]
     assert [*split_by_block(alike)] == [[each] for each in alike]
-    arena, store, keys, memory = keys_of(8, True)
+    _, store, memory = keys_of(8, True)
     taken, pull = [], memory.pull
     memory.pull = lambda some, *given, **named: (taken.append([each.place for each in some]), pull(some, *given, **named))
-    keys.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
+    store.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
     assert taken == [[0, 1], [0, 1], [2, 3], [2, 3]], "keys and values"

@@ -3,8 +3,8 @@
 import random
 from types import SimpleNamespace
 
-import pytest
 import torch
+from held_entries import held_entries
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, block_hashes
@@ -19,8 +19,8 @@ class ModelRank:
     epoch = 1
 
     def __init__(self, blocks, places):
-        self.settings = SimpleNamespace(attach=SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES)))
-        self.memory, self._number = self, 0
+        self.attach = SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES))
+        self.exchange_buffer, self._number = self, 0
         self._free, self._put, self._coming = list(range(places)), {}, []
         self.held, self.leased = {}, {}
 
@@ -57,14 +57,19 @@ class Requests:
 
     Args:
         seed: of what happens.
-        by_slots: whether slots name blocks, as on a CPU; else tokens of prompts.
     """
 
-    def __init__(self, seed, by_slots):
-        self.chance, self.by_slots = random.Random(seed), by_slots
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
         self.rank, self.pool, self.readers = ModelRank(self.chance.randrange(8, 40), self.chance.randrange(1, 6)), {}, {}
         self.leases, self.running, self.begun = KeyLeases(self.rank, self.pool), [], 0
         self.free, self.full, self.shared = list(range(SLOTS)), 0, 0
+        self.empty = self.entries
+
+    @property
+    def entries(self):
+        """Entries that the leases hold, without those of the pool."""
+        return held_entries(self.leases) - len(self.pool)
 
     def written(self, tokens):
         """Slots to which keys of tokens were written: those that were left last, in their order."""
@@ -83,9 +88,9 @@ class Requests:
 
     def begin(self):
         like, count = self.chance.choice([None, *self.running]), self.chance.randrange(1, 500)
-        first = 0 if like is None or like.lease.is_remote_only else self.chance.randrange(min(count, len(like.tokens)) + 1)
+        first = 0 if like is None or like.is_alone else self.chance.randrange(min(count, len(like.tokens)) + 1)
         tokens = [*like.tokens[:first]] if first else []
-        if self.by_slots or self.chance.random() < 0.5:
+        if self.chance.random() < 0.5:
             slots = like.slots[:first] if first else []
             for slot in slots:
                 self.readers[slot] += 1
@@ -94,9 +99,9 @@ class Requests:
         self.begun += 1
         new = [1000 * self.begun + each for each in range(count - first)]
         tokens, slots = tokens + new, slots + self.written(new)
-        names = block_hashes("", tokens[: self.chance.choice((count, count // 2))])
         lease, covered = self.leases.open(), self.chance.randrange(1, count + 1)
-        self.running.append(SimpleNamespace(lease=lease, tokens=tokens, slots=slots, covered=covered, names=names))
+        lease.names = block_hashes("", tokens[: self.chance.choice((count, count // 2))])
+        self.running.append(SimpleNamespace(lease=lease, tokens=tokens, slots=slots, covered=covered, is_alone=False))
 
     def end(self, request):
         self.running.remove(request)
@@ -104,31 +109,28 @@ class Requests:
         self.left(request.slots)
 
     def give_back(self, request):
-        if request.lease.held == len(request.tokens) and self.by_slots:
-            request.lease.is_remote_only = True
-            self.leases.leave_slots(request.lease)
+        if request.lease.held == len(request.tokens) and not request.is_alone:
+            request.is_alone = True
             self.left(request.slots)
             request.slots = []
 
     def move(self, request):
-        if self.by_slots and not request.lease.is_remote_only:
-            self.leases.leave_slots(request.lease)
+        if not request.is_alone:
             before, request.slots = request.slots, self.written(request.tokens)
             self.left(before)
 
     def grow(self, request):
-        if request.lease.is_remote_only:
+        if request.is_alone:
             return
         request.covered = min(len(request.tokens), request.covered + self.chance.choice((0, 0, 10, 100, 1000)))
-        names = None if self.by_slots else dict(enumerate(request.names)).get
         try:
-            self.leases.extend(request.lease, torch.tensor(request.slots[: request.covered]), names)
+            self.leases.extend(request.lease, torch.tensor(request.slots[: request.covered]))
         except MemoryFull:
             self.full += 1
 
     def check(self):
         self.rank.take(1 << 10)
-        readers = [0] * len(self.leases._readers)
+        readers = [0] * self.rank.attach.blocks
         for request in self.running:
             blocks = request.lease.blocks
             assert self.rank.leased[request.lease.lane] == blocks
@@ -136,9 +138,7 @@ class Requests:
             assert held == request.tokens[: request.lease.held]
             for block in blocks:
                 readers[block] += 1
-        assert readers == self.leases._readers and sorted(self.leases._free) == [at for at, each in enumerate(readers) if not each]
-        assert self.leases._by_name == {name: block for block, name in self.leases._names.items()}
-        assert all(readers[block] for block in self.leases._names)
+        assert self.leases.free_blocks == readers.count(0)
         self.shared += sum(each > 1 for each in readers)
 
     def step(self):
@@ -152,16 +152,15 @@ class Requests:
             self.check()
 
 
-@pytest.mark.parametrize("by_slots", [True, False], ids=["by slots", "by tokens"])
-def test_a_rank_holds_of_each_request_its_own_tokens_whatever_blocks_it_shares(by_slots):
+def test_a_rank_holds_of_each_request_its_own_tokens_whatever_blocks_it_shares():
     full = shared = 0
     for seed in range(12):
-        requests = Requests(seed, by_slots)
+        requests = Requests(seed)
         for _ in range(300):
             requests.step()
         for request in list(requests.running):
             requests.end(request)
         requests.check()
-        assert not requests.leases._names and requests.leases.free_lanes == LANES
+        assert requests.entries == requests.empty and requests.leases.free_lanes == LANES
         full, shared = full + requests.full, shared + requests.shared
     assert full > 20 and shared > 100

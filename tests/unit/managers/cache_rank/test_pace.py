@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.cache_rank.on_gpu.interval_tuner import BESIDE_SECONDS, MOST_STEPS, IntervalTuner
+from sglang_ext.managers.cache_rank.stepwise_client import BESIDE_SECONDS, MOST_STEPS, IntervalTuner
 
 
 def run(pace, steps, step, cost, requests, waits=True, begun=0.0):

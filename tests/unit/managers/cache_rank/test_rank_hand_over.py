@@ -9,10 +9,12 @@ import torch
 import zmq
 from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
+from rank_socket import serve
 
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import gpu_client
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank import client, protocol
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
@@ -22,14 +24,14 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     assert +world.steps.missed == {"hand-over": 1}
     for _ in range(20):
         # Places come back as the rank takes their keys.
-        world.until(lambda: len(world.links[0]._free_places) == 2)
+        world.until_places_are_free()
         world.step()
     world.steps.poll()
     assert 1 <= world.steps.missed["hand-over"] < 6 and world.compressed_kv.num_compressions["spade"] > 5
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
     world.begin(2, 150, 40)
     world.step()
-    assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
+    assert world.steps.missed["memory-full"] == 1 and not world.steps.has_request(2)
     world.steps.end()
 
 
@@ -42,7 +44,7 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     def step():
         said.append([])
         world.step()
-        world.until(lambda: len(link._free_places) == 2)
+        world.until_places_are_free()
 
     said.append([])
     world.begin(1, 128, 32)
@@ -57,7 +59,7 @@ def test_keys_go_to_a_rank_after_any_step_and_after_questions_of_those_whose_key
     told = [[type(message).__name__ for message in each if not isinstance(message, protocol.Lease)] for each in said]
     # Eight blocks through two places, from the turn of both on.
     assert told == [[], [], ["SelectionRequest", "Append"], ["Append"], ["Append"], ["SelectionRequest", "Append", "SelectionRequest"]]
-    assert world.steps._requests[2].lease.held == 450 and world.steps.missed["hand-over"] == 1
+    assert world.sent == 128 + 450 and world.steps.missed["hand-over"] == 1
     world.steps.end()
 
 
@@ -67,19 +69,17 @@ def test_a_question_that_was_put_before_keys_is_answered_before_they_are_taken()
     keys, queries = pool(), torch.randn(5, 8, 6, 8)
 
     def put(lane, *blocks):
-        rank._handle(protocol.Lease(lane, 0, blocks))
         placed = [protocol.StagedTokens(block, 64, 0) for block in blocks]
         pieces = tuple(protocol.KeyPiece(block, 0, 64, block) for block in blocks)
-        rank._handle(protocol.Append(pieces, arena.put_keys(placed, keys, torch.arange(64))))
+        socket.tell(protocol.Lease(lane, 0, blocks), protocol.Append(pieces, arena.put_keys(placed, keys, torch.arange(64))))
 
     def ask(lane):
-        rank._handle(protocol.SelectionRequest(lane, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+        socket.tell(protocol.SelectionRequest(lane, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
         arena.publish(queries, [QueryUpload([3], lane, arena.word(1))])
 
     put(0, 0), ask(0), put(1, 1, 2), ask(1)
     said = len(socket.messages)
-    for _ in range(3):
-        rank._answer_next()
+    serve(rank, 3)
     assert [type(each).__name__ for each in socket.messages[said:]] == ["PlacesFreed", "SelectionReply", "PlacesFreed", "SelectionReply"]
     assert all(each.chosen for each in socket.messages if isinstance(each, protocol.SelectionReply))
 
@@ -94,9 +94,9 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
             world.step()
     # Their turns are not those of the first.
     world.begin(2, 450, 48), world.begin(3, 450, 48)
-    while not {2, 3} <= set(world.steps._requests):
+    while not all(map(world.steps.has_request, (2, 3))):
         world.step()
-    world.until(lambda: len(link._free_places) == 6)
+    world.until_places_are_free()
     signalled(link.pid, signal.SIGKILL)
     while link._process.socket.poll(0, zmq.POLLOUT):
         time.sleep(0.01)
@@ -105,11 +105,11 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
     world.step(), world.step()
     assert world.steps.missed["ended"] >= 2
     world.until(lambda: world.steps.ready == 1)
+    sent = world.sent
     for _ in range(12):
         world.step()
-        world.until(lambda: len(link._free_places) == 6)
-    held = {row: request.lease.held for row, request in world.steps._requests.items()}
-    assert held == {2: 450, 3: 450, **({1: 129} if first else {})}
+        world.until_places_are_free()
+    assert world.sent - sent == 450 + 450 + 129 * first
     world.steps.end()
 
 
@@ -123,9 +123,9 @@ def test_keys_for_which_a_rank_has_no_room_are_told_when_their_turn_comes():
     world.table[1, 200:280] = torch.arange(700, 780)
     world.copies[1].covered, world.ends[1] = 280, 280
     world.step(), world.step()
-    assert 1 in world.steps._requests and not +world.steps.missed
+    assert world.steps.has_request(1) and not +world.steps.missed
     world.step()
-    assert 1 not in world.steps._requests and world.steps.missed["memory-full"] == 1
+    assert not world.steps.has_request(1) and world.steps.missed["memory-full"] == 1
     world.steps.end()
 
 
@@ -137,32 +137,29 @@ def test_places_that_came_free_since_ranks_were_tended_are_used_and_without_any_
     world.begin(1, 450, 48)
     world.ends[1] = 499
     world.step()
-    assert world.steps._requests[1].lease.held == 128
+    assert world.sent == 128
     # What the rank says nobody hears but steps, of which none is the request's turn.
-    while world.steps._requests[1].lease.held < 256:
+    while world.sent < 256:
         assert link._process.socket.poll(10_000) and world.ends[1] < 540
         world.step()
     launched.clear()
-    link._free_places, link.wait = [], lambda seconds: None
+    while link.place() is not None:
+        pass
+    link.wait = lambda seconds: None
     world.step()
     assert not launched
     world.steps.end()
-
-
-def sent(world):
-    """Tokens whose keys went to the rank."""
-    return sum(leases.sent for leases in world.steps._leases.values())
 
 
 def test_requests_that_begin_alike_share_blocks_and_each_is_led_by_its_own_queries():
     world = RankWorld(places=16).ready()
     world.begin(1, 300, 64)
     world.step(), world.step()
-    assert sent(world) == 300 and world.steps.held_tokens == 320
+    assert world.sent == 300 and world.steps.held_tokens == 320
     # Four whole blocks are the first one's, of the fifth some tokens are.
     world.begin(2, 400, 64, like=1, first=290)
     world.step(), world.step(), world.step()
-    assert sent(world) == 300 + 400 - 256 and world.steps.held_tokens == 320 + 448 - 256
+    assert world.sent == 300 + 400 - 256 and world.steps.held_tokens == 320 + 448 - 256
     for row, begun in ((1, 300), (2, 400)):
         assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, begun))
     # Who filled them goes first.
@@ -173,7 +170,7 @@ def test_requests_that_begin_alike_share_blocks_and_each_is_led_by_its_own_queri
     world.leave(2)
     world.begin(3, 300, 64, like=1, first=300)
     world.step()
-    assert sent(world) == 300 + 400 - 256 + 300, "nobody had them any more"
+    assert world.sent == 300 + 400 - 256 + 300, "nobody had them any more"
     world.steps.end()
 
 
@@ -181,11 +178,11 @@ def test_requests_that_begin_alike_at_once_send_what_they_share_once():
     world = RankWorld(places=4).ready()
     for row in (1, 2, 3):
         world.begin(row, 480, 64, *(() if row == 1 else (1, 448)))
-    while sum(request.lease.held for request in world.steps._requests.values()) < 3 * 480:
+    while world.sent < 448 + 3 * 32:
         world.step()
         time.sleep(0.02)
-    assert sent(world) == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
     world.step(), world.step()
+    assert world.sent == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
     for row in (1, 2, 3):
         assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 480))
     for row in (2, 1, 3):
@@ -201,7 +198,7 @@ def test_the_same_tokens_of_another_namespace_or_at_another_place_are_nobody_els
     world.begin(3, 300, 64)
     world.prompts[3] = world.prompts[1][64:] + world.prompts[1][:64]
     world.step(), world.step()
-    assert sent(world) == 900
+    assert world.sent == 900
     world.steps.end()
 
 
@@ -211,7 +208,7 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
     world.prompts[1] = world.prompts[2] = [1] * 300
     world.namespaces[1] = world.namespaces[2] = None
     world.step(), world.step()
-    assert sent(world) == 600
+    assert world.sent == 600
     for row in (1, 2):
         assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 300))
     world.steps.end()
@@ -219,7 +216,7 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
 
 def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
     named = []
-    monkeypatch.setattr(gpu_client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
+    monkeypatch.setattr(client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
     world = RankWorld(places=16, lanes=1).ready()
     world.begin(1, 100, 40), world.begin(2, 200, 40)
     for _ in range(4):
@@ -235,7 +232,7 @@ def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(m
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():
-        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        held = {row: request.held for row, request in world.steps._requests.items()}
         return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
 
     expected = []

@@ -1,38 +1,36 @@
 """How a cache rank becomes ready: it is measured as fast as it answers, and borne as long as it says that it lives."""
 
 import logging
-import os
 import re
 import time
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from rank_helpers import Ranks, ScriptedRank, attach
+import torch
+from device_rank_helpers import RankWorld
+from rank_helpers import ScriptedRank, attach
 from waiting import until
 
-from sglang_ext.managers.cache_rank import protocol
-
-from sglang_ext.managers.cache_rank import selection_server
-
+from sglang_ext.managers.cache_rank import protocol, selection_server
 from sglang_ext.managers.cache_rank import rank_link as links
-from sglang_ext.managers.cache_rank.rank_link import RankLink, RankSettings
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
-from sglang_ext.managers.cache_rank.shared_memory import allocate
 
-LAYERS = attach().shape.layers
+CPU = torch.device("cpu")
 
 
 def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_host_looks(caplog):
     caplog.set_level(logging.INFO)
-    made = Ranks(pack=0)
-    link = made.choices.links[0]
+    world = RankWorld(pack=0)
+    (link,) = world.links
     end = time.monotonic() + 60
     while not link.ready and time.monotonic() < end:
         # As a scheduler that idles.
         link.poll()
         time.sleep(0.5)
-    made.choices.end()
+    world.steps.end()
     told = re.search(r"a message and back ([\d.]+) ms", caplog.text)
     assert told and float(told[1]) < 100, caplog.text
 
@@ -40,7 +38,7 @@ def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_h
 @pytest.mark.parametrize("beats", [True, False])
 def test_one_that_attaches_for_long_is_borne_as_long_as_it_beats(monkeypatch, beats):
     monkeypatch.setattr(links, "ATTACH_SECONDS", 0.5)
-    link = RankLink(RankSettings(attach(), LAYERS, silence=0.1), ScriptedRank)
+    link = RankLink(attach(), ExchangeBuffer(attach().shape, CPU, "cpu"), silence=0.1, start_process=ScriptedRank)
     link.poll(), link.poll()
     process, end = ScriptedRank.made[-1], time.monotonic() + 1.5
     while time.monotonic() < end and not process.ended:
@@ -57,7 +55,7 @@ def test_it_beats_while_it_attaches(monkeypatch):
     said = []
     socket = SimpleNamespace(send=lambda frame, flags=0: said.append(protocol.decode_from_rank(frame)))
     told = attach()
-    made = SelectionServer(socket, os.dup(allocate(told.shape)), told.epoch)
+    made = SelectionServer(socket, ExchangeBuffer(told.shape, CPU, "cpu").begin(told.epoch), told.epoch, CPU)
     monkeypatch.setattr(made, "_probe", lambda: until(lambda: len(said) > 3) or 1e-3)
     made._handle(told)
     *beats, attached = said

@@ -9,20 +9,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device_rank_helpers import RankWorld, Told, rank_here
-from rank_helpers import attach, pool
+from device_rank_helpers import RankWorld, rank_here
+from rank_helpers import attach, pool, signalled
+from rank_socket import RankSocket, serve
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import gpu_client
-from sglang_ext.managers.cache_rank.on_gpu import interval_tuner
-from sglang_ext.managers.cache_rank.on_gpu import gpu_selection_server
-from sglang_ext.managers.cache_rank.on_gpu.exchange_buffer import CHOSEN, DONE, ExchangeBuffer, ExchangeBufferError, ExchangeLayout, QueryUpload, check_peer_access
-from sglang_ext.managers.cache_rank.on_gpu.gpu_selection_server import GpuSelectionServer
-from sglang_ext.managers.cache_rank.on_gpu.gpu_launch import fit_shape, warn_if_few_lanes
-from sglang_ext.managers.cache_rank.on_gpu.mapped_exchange_buffer import int32_words
-from sglang_ext.managers.metrics import _rank_values
+from sglang_ext.managers.cache_rank import protocol, selection_server, stepwise_client
+from sglang_ext.managers.cache_rank.protocol import CHOSEN, DONE, ExchangeLayout
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, ExchangeBufferError, QueryUpload, check_peer_access
+from sglang_ext.managers.cache_rank.feature import fit_shape, rank_values, warn_if_few_lanes
+from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
+from sglang_ext.managers.cache_rank.selection_server import SelectionServer
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+# Rounds of the test of random requests.
+ROUNDS = 150
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
@@ -35,8 +38,8 @@ def shared(request):
 
 def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
     # It says that it takes a second for each request.
-    told = interval_tuner.IntervalTuner.record_replies
-    monkeypatch.setattr(interval_tuner.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
+    told = stepwise_client.IntervalTuner.record_replies
+    monkeypatch.setattr(stepwise_client.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
@@ -44,7 +47,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
         world.steps.poll()
     made = world.compressed_kv.num_compressions["spade"]
     assert (world.steps.interval_tuner.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
-    assert [value for name, value, *_ in _rank_values(world.steps, None) if name == "selection_steps"] == [8]
+    assert [value for name, value, *_ in rank_values(world.steps, None) if name == "selection_steps"] == [8]
     while (world.ends[1] - 300) % 8:
         world.step()
     for _ in range(16):
@@ -56,7 +59,7 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
 
 def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(world, monkeypatch):
     told = []
-    monkeypatch.setattr(gpu_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
+    monkeypatch.setattr(stepwise_client, "compile_lengths", lambda method, table, buffers, heads: told.append((method, table, heads)))
     world.steps.compile_kernels()
     assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
@@ -115,7 +118,7 @@ def forget_all(world):
     """End all requests."""
     for row in list(world.copies):
         world.leave(row)
-    world._free = 800
+    world.next_slot = 800
 
 
 def end(world):
@@ -134,7 +137,7 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.poll()
     assert world.compressed_kv.num_compressions["spade"] == world.steps.taken >= 12 and not +world.steps.missed
-    told = {name: value for name, value, *_ in _rank_values(world.steps, None)}
+    told = {name: value for name, value, *_ in rank_values(world.steps, None)}
     assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
     assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
     assert world.steps.held_tokens == 5 * 64 + 3 * 64
@@ -143,14 +146,14 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
 def test_a_copy_that_stands_for_more_tokens_has_their_keys_sent_and_drops_what_was_asked(world):
     world.begin(1, 200, 48)
     world.step(), world.step()
-    sent, before = world.steps._leases[world.links[0]].sent, world.led(1)
+    sent, before = world.sent, world.led(1)
     world.steps.flush(1)
     view = world.copies[1]
     world.table[1, 200:280] = torch.arange(700, 780)
     view.covered, world.ends[1] = 280, 280
     world.step()
     assert torch.equal(world.led(1), before), "the answer is of another context"
-    assert world.steps._leases[world.links[0]].sent == sent + 80
+    assert world.sent == sent + 80
     world.step()
     assert torch.equal(world.led(1), world.chosen(1, 281, 280))
 
@@ -179,12 +182,12 @@ def test_rounds_of_any_length_ask_from_their_first_step_on_and_as_rarely_as_rank
     for number in range(24):
         before = world.led(1)
         world.step(following=length - 1 - number % length)
-        if number and world.steps._requests[1].lease.sequence > sequence:
+        if number and world.newest_request.sequence > sequence:
             if asked:
                 assert torch.equal(world.led(1), asked[-1]), "what the turn before asked"
         elif number:
             assert torch.equal(world.led(1), before)
-        if world.steps._requests[1].lease.sequence > sequence:
+        if world.newest_request.sequence > sequence:
             sequence += 1
             turns.append(number)
             asked.append(world.chosen(1, world.ends[1], 300))
@@ -207,7 +210,7 @@ def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(wor
     for row in (1, 2):
         world.leave(row)
     world.step()
-    assert world.steps.held_tokens == 3 * 192 + 512 and 5 in world.steps._requests
+    assert world.steps.held_tokens == 3 * 192 + 512 and world.steps.has_request(5)
     world.begin(7, 490, 40)
     world.step()
     assert world.steps.missed["no-lane"] == 2
@@ -218,8 +221,8 @@ def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(wor
 def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(world):
     world.begin(1, 200, 48)
     world.step()
-    (arena,), request = world.arenas, world.steps._requests[1]
-    lane, number = request.lease.lane, request.lease.sequence + 1
+    (arena,) = world.arenas
+    lane, number = world.newest_request.lane, world.newest_request.sequence + 1
     old = arena.word(number) - (1 << protocol.NUMBER_BITS)
     arena.heads[lane, CHOSEN + number % 2] = old
     world.step()
@@ -284,31 +287,33 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
 def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena)
-    pull = rank._keys.pull
-    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
+    store = rank._store
+    pull = store.pull
+    monkeypatch.setattr(store, "pull", lambda *given: (time.sleep(1.0), pull(*given)))
     keys = pool()
     for sequence, (keys_come, least, most) in enumerate(((True, 1.0, 10), (False, 0, 1.0)), 1):
         if keys_come:
-            rank._handle(protocol.Lease(0, 0, (0,)))
             pieces = (protocol.KeyPiece(0, 0, 64, 0),)
-            rank._handle(protocol.Append(pieces, arena.put_keys([protocol.StagedTokens(0, 64, 0)], keys, torch.arange(64))))
-        rank._handle(protocol.SelectionRequest(0, 0, 5, sequence, 64, 8, (63,), number=arena.reserve_number()))
+            number = arena.put_keys([protocol.StagedTokens(0, 64, 0)], keys, torch.arange(64))
+            socket.tell(protocol.Lease(0, 0, (0,)), protocol.Append(pieces, number))
+        socket.tell(protocol.SelectionRequest(0, 0, 5, sequence, 64, 8, (63,), number=arena.reserve_number()))
         arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
-        rank._answer_next()
+        serve(rank)
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
 def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
-    monkeypatch.setattr(gpu_selection_server, "AHEAD_SECONDS", 20.0)
+    monkeypatch.setattr(selection_server, "AHEAD_SECONDS", 20.0)
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
-    choose = rank._answering._select_positions
-    monkeypatch.setattr(rank._answering, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
-    rank._handle(protocol.Lease(0, 0, (0,)))
-    rank._handle(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
+    runner = rank._answering
+    choose = runner._select_positions
+    monkeypatch.setattr(runner, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
+    socket.tell(protocol.Lease(0, 0, (0,)))
+    socket.tell(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
     put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
     put.start()
-    rank._answer_next()
+    serve(rank)
     put.join()
     assert socket.messages[-1].chosen and 0.2 <= socket.messages[-1].seconds < 2.0
 
@@ -317,8 +322,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     world = RankWorld(patience=0.3, places=16).ready()
     world.begin(1, 200, 48)
     world.step(), world.step()
-    os.kill(world.links[0].pid, signal.SIGKILL)
-    time.sleep(0.2)
+    signalled(world.links[0].pid, signal.SIGKILL)
     world.step()
     kept = world.led(1)
     for _ in range(5):
@@ -330,7 +334,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
     assert world.steps.starts == 2 and world.links[0].epoch == 2
-    world.steps._max_wait_seconds = 20.0
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -362,10 +366,9 @@ def test_a_late_rank_catches_up_after_questions_that_found_no_place():
     for _ in range(6):
         world.step()
     os.kill(world.links[0].pid, signal.SIGCONT)
-    (arena,), (request,) = world.arenas, world.steps._requests.values()
-    newest = arena.word(request.lease.sequence)
-    world.until(lambda: int(arena.heads[request.lease.lane, DONE]) >= newest, 20)
-    world.steps._max_wait_seconds = 20.0
+    (arena,), request = world.arenas, world.newest_request
+    world.until(lambda: int(arena.heads[request.lane, DONE]) >= arena.word(request.sequence), 20)
+    world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     end(world)
@@ -377,8 +380,7 @@ def test_two_ranks_share_requests():
         world.begin(row, 150 + row, 40)
     for _ in range(3):
         world.step()
-    assert {id(request.leases) for request in world.steps._requests.values()} == {id(each) for each in world.steps._leases.values()}
-    assert len(world.steps._leases) == 2
+    assert set(world.newest_requests) == set(world.links)
     for row in (1, 2, 3, 4):
         assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 150 + row))
     end(world)
@@ -386,13 +388,14 @@ def test_two_ranks_share_requests():
 
 def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
     shape = attach().shape
-    rank, _ = rank_here(ExchangeBuffer(shape, torch.device("cpu"), "cpu"))
+    rank, socket = rank_here(ExchangeBuffer(shape, torch.device("cpu"), "cpu"))
     for wrong in (
         protocol.SelectionRequest(0, 0, 3, 1, 64, 8, (63,)), protocol.SelectionRequest(4, 0, 5, 1, 64, 8, (63,)), protocol.SelectionRequest(0, 0, 5, 1, 4, 8, (63,)),
         protocol.Append((protocol.KeyPiece(0, 0, 64, 0), protocol.KeyPiece(0, 0, 64, 8))),
     ):  # fmt: skip
         with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
-            rank._handle(wrong)
+            socket.tell(wrong)
+            serve(rank)
 
 
 NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu"
@@ -407,10 +410,11 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     def refuse(*given, **named):
         raise error
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", refuse)
-    socket = Told()
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", refuse)
+    socket = RankSocket()
+    socket.tell(attach())
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach())
+        serve(SelectionServer(socket, None, 1, torch.device("cpu")))
     assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
 
 
@@ -418,11 +422,12 @@ def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
     def refuse(*given, **named):
         raise OptionError("no products of integers: pass --kv-score-bits 16")
 
-    monkeypatch.setattr(gpu_selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(GpuSelectionServer, "_warm_up_lengths", refuse)
-    socket = Told()
+    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(SelectionServer, "_warm_up_lengths", refuse)
+    socket = RankSocket()
+    socket.tell(attach(bits=8))
     with pytest.raises(protocol.ProtocolError):
-        GpuSelectionServer(socket, None, 1, torch.device("cpu"))._handle(attach(bits=8))
+        serve(SelectionServer(socket, None, 1, torch.device("cpu")))
     assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
@@ -446,14 +451,13 @@ def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
 
 
 def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
-    """For 6 s: what a copy leads to is what it led to before, or what the queries of the last turn choose."""
-    chance, until, taken, begun = random.Random(5), time.monotonic() + 6, 0, {}
-    free, world.steps._max_wait_seconds = [1, 2, 3, 4, 5], 1.0
-    while time.monotonic() < until:
+    """What a copy leads to is what it led to before, or what the queries of the last turn choose."""
+    chance, taken, begun, free = random.Random(5), 0, {}, [1, 2, 3, 4, 5]
+    for _ in range(ROUNDS):
         if free and chance.random() < 0.4:
             row = free.pop()
             begun[row] = length = chance.randrange(60, 450)
-            world._free = 800 + 12 * row
+            world.next_slot = 800 + 12 * row
             like = chance.choice([None, *world.copies])
             first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
             world.begin(row, length, chance.randrange(40, 60), like, first)
@@ -468,7 +472,6 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             if not torch.equal(led, before[row]):
                 taken += 1
                 assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
-    world.steps._max_wait_seconds = 20.0
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]

@@ -3,8 +3,8 @@
 import pytest
 from link_helpers import QUICK, SETTINGS, RawSender
 
+from sglang_ext.managers.kv_transfer.limits import NetworkInterface
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_transfer.arriving_full_kv import ArrivingFullKV
-from sglang_ext.tp_ranks import TPRanks
+from sglang_ext.core import TPRanks
+from sglang_ext.managers.kv_transfer.feature import ArrivingFullKV
 
 
 @dataclass
@@ -34,11 +34,11 @@ def test_a_request_is_early_until_its_drafts_are_verified():
     full_kv, rest = ArrivingFullKV(), Rest()
     assert not full_kv.is_early(3)
     full_kv.expect(3, rest)
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     assert full_kv.is_early(3) and not full_kv.has_arrived(3)
     rest.complete = True
     assert not full_kv.has_arrived(3), "a round sees one state from its beginning to its end"
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     assert full_kv.is_early(3) and full_kv.has_arrived(3) and not full_kv.is_lost(3)
     full_kv.end_early_decoding(3)
     assert not full_kv.is_early(3) and full_kv.recompute_source(3) is None
@@ -48,7 +48,7 @@ def test_a_request_is_early_until_its_drafts_are_verified():
 def test_who_is_gone_is_written_to_no_more(end):
     full_kv, rest = ArrivingFullKV(), Rest(complete=end == "end_early_decoding")
     full_kv.expect(3, rest)
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     getattr(full_kv, end)(3)
     assert rest.cancelled == 1
     full_kv.forget(3)
@@ -58,11 +58,11 @@ def test_who_is_gone_is_written_to_no_more(end):
 def test_a_row_that_is_used_again_begins_anew():
     full_kv = ArrivingFullKV()
     full_kv.expect(3, Rest(failure="cut"))
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     assert full_kv.is_lost(3)
     full_kv.forget(3)
     full_kv.expect(3, Rest())
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     assert full_kv.is_early(3) and not full_kv.is_lost(3) and not full_kv.has_arrived(3)
 
 
@@ -74,7 +74,7 @@ def test_ranks_decide_alike(seen):
     full_kv = ArrivingFullKV(Two(lambda value: theirs))
     for row, rest in enumerate(mine):
         full_kv.expect(row, rest)
-    full_kv.on_round_start({}, None)
+    full_kv.on_round_start([], {}, None)
     for row, (c, f, other_c, other_f) in enumerate(seen):
         assert full_kv.is_lost(row) == (f or other_f)
         assert full_kv.has_arrived(row) == (c and other_c and not (f or other_f))

@@ -12,19 +12,20 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import TokenTable, World, release
 
 from sglang_ext.hooks import quantized_prompts as hooks
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPromptAllocator
+from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
-from sglang_ext.mem_cache.prefix_cache.recompute import retract_lost
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import retract_lost
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
-from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
 SLOTS, ROWS, WIDTH = 2048, 6, 2048
 
@@ -45,12 +46,13 @@ class Decode:
             methods=(self.method,), token_table=self.table.req_to_token, rows=ROWS, buffers=buffers, allocator=self.allocator,
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(packing, self.table.req_to_token),
         )  # fmt: skip
-        self.codes = QuantizedOnlyKV(self.cache, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
+        self.codes = QuantizedOnlyKV(self.cache.nodes, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
         self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
         self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
-        worker = KVWorker.__new__(KVWorker)
-        worker.quantized_prompt_allocator = lambda tree: self.prompts
+        worker, feature = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace())
+        feature.quantized_prompt_allocator = lambda tree: self.prompts
+        worker.features = (feature,)
         self.queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), tree_cache=self.cache)
         self.rows = list(range(1, ROWS))
 
@@ -193,9 +195,10 @@ def test_a_prompt_without_room_elsewhere_is_packed_once_and_others_may_take_its_
     world = World(slots=40, host=False)
     req = world.start(list(range(20)))
     req.rid, req.pending_bootstrap, req.disagg_kv_sender = "waits", pending, Sender(takes)
-    worker = KVWorker.__new__(KVWorker)
+    worker, feature = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace())
+    worker.features = (feature,)
     planned = SimpleNamespace(tokens=20, covered=16, method=SimpleNamespace(sinks=4))
-    worker.plan_early_packing = lambda req: planned if plans else None
+    feature.plan_early_packing = lambda req: planned if plans else None
     scheduler = SimpleNamespace(
         draft_worker=worker, tree_cache=world.cache, req_to_token_pool=world.table, disagg_prefill_inflight_queue=[req]
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 KEYS = LinkKeys.generate()
 

@@ -16,9 +16,9 @@ import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape
 from waiting import until
 
+from sglang_ext.managers.kv_transfer.limits import NetworkInterface
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.pacing import NetworkInterface
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 LIMITS = dataclasses.replace(QUICK, silence_seconds=0.5, resume_seconds=1.0)
@@ -49,7 +49,7 @@ def apart(run, *arguments):
 
 def receive(pipe):
     server = LinkServer("tcp://127.0.0.1:0", SETTINGS, LIMITS)
-    server.register(1, expected(shape(PAGES)), sink := Sink())
+    server.rooms.register(1, expected(shape(PAGES)), sink := Sink())
     pipe.send(server.endpoint)
     until(lambda: Stream.AUX in sink.streams)
     pipe.send("decoding")
@@ -76,7 +76,7 @@ def test_a_decode_server_killed_while_a_residual_travels_costs_no_memory_and_the
     gc.collect()
     until(lambda: not any(reference() is not None for reference in memory), seconds=5)
     server = ends.server(limits=LIMITS)
-    server.register(3, expected(shape(PAGES)), sink := Sink())
+    server.rooms.register(3, expected(shape(PAGES)), sink := Sink())
     ends.link(server.endpoint, LIMITS).open(3, shape(PAGES), listener := Listener())
     content, _ = offer(ends.made[-1], 3, 1000)
     until(lambda: listener.reasons == {3: None} and sink.reasons == [None])
@@ -85,16 +85,16 @@ def test_a_decode_server_killed_while_a_residual_travels_costs_no_memory_and_the
 
 def test_a_prefill_server_killed_after_its_anchors_fails_its_rooms_and_the_next_is_served(ends):
     server = ends.server(limits=LIMITS)
-    server.register(1, expected(shape(PAGES)), sink := Sink())
+    server.rooms.register(1, expected(shape(PAGES)), sink := Sink())
     with apart(send, server.endpoint) as (process, _):
         until(lambda: Stream.AUX in sink.streams)
         os.kill(process.pid, signal.SIGKILL)
         until(lambda: sink.reasons, seconds=10)
     assert sink.reasons == [f"its sender is silent for {LIMITS.resume_seconds:g} s"] and Stream.RESIDUAL not in sink.streams
-    until(lambda: server.rooms == 0)
+    until(lambda: not server.rooms)
     # What the request's slots are given to is written to by the next room alone.
     seen = len(sink.parts)
-    server.register(1, expected(shape(PAGES)), again := Sink())
+    server.rooms.register(1, expected(shape(PAGES)), again := Sink())
     ends.link(server.endpoint, LIMITS).open(1, shape(PAGES), listener := Listener())
     offer(ends.made[-1], 1, 1000)
     until(lambda: listener.reasons == {1: None} and again.reasons == [None])
@@ -111,7 +111,7 @@ def test_a_network_that_delays_by_chance_and_reorders_what_rooms_send_changes_no
     links = [ends.link(proxy.endpoint) for proxy in proxies]
     for room in range(6):
         link = links[room % 2]
-        server.register(room, expected(shape(PAGES)), sinks.setdefault(room, Sink()))
+        server.rooms.register(room, expected(shape(PAGES)), sinks.setdefault(room, Sink()))
         link.open(room, shape(PAGES), listeners.setdefault(room, Listener()))
         contents[room], _ = offer(link, room, 30_000)
     for cut in range(cuts):
@@ -121,7 +121,7 @@ def test_a_network_that_delays_by_chance_and_reorders_what_rooms_send_changes_no
     for room, sink in sinks.items():
         assert {key: value for key, value in sink.content().items() if key[0] is not Stream.AUX} == contents[room]
         assert sink.streams == [Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL]
-    assert server.rooms == sum(link.queued_bytes for link in links) == 0
+    assert len(server.rooms) == sum(link.queued_bytes for link in links) == 0
 
 
 class Held(Sink):
@@ -141,7 +141,7 @@ def test_a_sender_hears_of_a_room_that_is_finished_by_parts_of_a_connection_that
     server, listener, sink = ends.server(), Listener(), Held()
     ends.made.append(proxy := Proxy(server.endpoint))
     of, link = shape(PAGES, residual=False, aux=False), ends.link(proxy.endpoint, gbps=gbps)
-    server.register(1, expected(of), sink)
+    server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
     for page in range(PAGES):
         link.offer(1, part(Stream.ANCHOR, os.urandom(size), page))

@@ -13,8 +13,7 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer import endpoints
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 
 OF = shape(1, residual=False, aux=False)
 
@@ -41,7 +40,7 @@ def bound(file):
 
 def answers(ends, server):
     """Whether a room arrives there."""
-    server.register(1, expected(OF), Sink())
+    server.rooms.register(1, expected(OF), Sink())
     link, listener = ends.link(server.endpoint), Listener()
     link.open(1, OF, listener)
     link.offer(1, part(Stream.ANCHOR, b"whole"))

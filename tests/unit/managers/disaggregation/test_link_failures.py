@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 import zmq
+from held_entries import held_entries, steady_entries
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape
@@ -16,8 +17,7 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 
 ANCHORS = {"residual": False, "aux": False}
 
@@ -57,12 +57,12 @@ def test_nothing_is_written_once_abort_returned(ends):
 
     def abort(room, after):
         time.sleep(after)
-        server.abort(room)
+        server.rooms.abort(room)
         given_away.add(room)
 
     dice = random.Random(0)
     for room in range(60):
-        server.register(room, expected(of), Slots(room))
+        server.rooms.register(room, expected(of), Slots(room))
         link.open(room, of, listener)
         offer_anchors(link, room, 40, 2000)
     threads = [threading.Thread(target=abort, args=(room, dice.random() * 0.6)) for room in range(60)]
@@ -76,14 +76,14 @@ def test_nothing_is_written_once_abort_returned(ends):
     assert all(reason is None or "the receiver aborted it" in reason or "unknown room" in reason for reason in listener.reasons.values())
     assert sum("aborted" in (reason or "") for reason in listener.reasons.values()) > 10
     until(lambda: link.outstanding_bytes == 0)
-    assert server.rooms == link.queued_bytes == 0
+    assert len(server.rooms) == link.queued_bytes == 0
 
 
 def test_cancelled_rooms_end_on_both_sides_and_others_go_on(ends):
     server, listener = ends.server(), Listener()
     link, of, sinks = ends.link(server.endpoint, gbps=0.05), shape(4, **ANCHORS), [Sink(), Sink()]
     for room in range(2):
-        server.register(room, expected(of), sinks[room])
+        server.rooms.register(room, expected(of), sinks[room])
         link.open(room, of, listener)
         # The first is not whole before it is cancelled.
         content = offer_anchors(link, room, 3 + room, 100_000)
@@ -96,7 +96,7 @@ def test_cancelled_rooms_end_on_both_sides_and_others_go_on(ends):
     assert sinks[0].reasons == ["the sender ended it: the client left"] and len(sinks[0].parts) < 4
     assert link.offer(0, part(Stream.ANCHOR, b"a")) is False
     # The number may be used again.
-    server.register(0, expected(of), again := Sink())
+    server.rooms.register(0, expected(of), again := Sink())
     link.open(0, of, second := Listener())
     content = offer_anchors(link, 0, 4, 10)
     until(lambda: second.reasons)
@@ -106,7 +106,7 @@ def test_cancelled_rooms_end_on_both_sides_and_others_go_on(ends):
 def test_unknown_rooms_and_other_shapes_fail_alone(ends):
     server, listener, sink = ends.server(), Listener(), Sink()
     link = ends.link(server.endpoint)
-    server.register(2, expected(shape(3)), sink)
+    server.rooms.register(2, expected(shape(3)), sink)
     link.open(1, shape(1), listener)
     link.open(2, shape(4), listener)
     until(lambda: len(listener.reasons) == 2)
@@ -115,7 +115,7 @@ def test_unknown_rooms_and_other_shapes_fail_alone(ends):
 
 def test_a_room_belongs_to_the_sender_that_opened_it_first(ends):
     server, sink, listener = ends.server(), Sink(), Listener()
-    server.register(1, expected(shape(1, **ANCHORS)), sink)
+    server.rooms.register(1, expected(shape(1, **ANCHORS)), sink)
     first, second = ends.raw(server.endpoint), ends.link(server.endpoint)
     first.hello()
     assert isinstance(first.open(1, shape(1, **ANCHORS)), wire.Have)
@@ -126,7 +126,7 @@ def test_a_room_belongs_to_the_sender_that_opened_it_first(ends):
 
 def raw_room(ends, of, sink=None, **limits):
     server = ends.server(limits=dataclasses.replace(QUICK, **limits))
-    server.register(1, expected(of), sink := sink or Sink())
+    server.rooms.register(1, expected(of), sink := sink or Sink())
     sender = ends.raw(server.endpoint)
     assert isinstance(sender.hello(), wire.Welcome) and isinstance(sender.open(1, of), wire.Have)
     return server, sender, sink
@@ -265,7 +265,7 @@ def test_a_sender_that_cannot_be_followed_connects_anew_and_goes_on(ends, broken
 
 def test_who_sends_more_than_was_granted_is_dropped(ends):
     server = ends.server(limits=dataclasses.replace(QUICK, frame_bytes=1000, window_bytes=4000))
-    server.register(1, expected(shape(9, **ANCHORS)), sink := Sink())
+    server.rooms.register(1, expected(shape(9, **ANCHORS)), sink := Sink())
     sender = ends.raw(server.endpoint)
     assert sender.hello() == wire.Welcome(4000)
     sender.open(1, shape(9, **ANCHORS))
@@ -313,7 +313,7 @@ def fuzzed(ends):
     sender = ends.raw(server.endpoint)
     yield server, FuzzedHello(sender)
     # It still serves.
-    server.register(1, expected(shape(1, **ANCHORS)), sink := Sink())
+    server.rooms.register(1, expected(shape(1, **ANCHORS)), sink := Sink())
     ends.link(server.endpoint).open(1, shape(1, **ANCHORS), listener := Listener())
     ends.made[-1].offer(1, part(Stream.ANCHOR, b"a"))
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
@@ -335,7 +335,7 @@ def test_after_a_cut_only_what_is_missing_goes_again(ends):
     server, listener, sink = ends.server(), Listener(), Sink()
     ends.made.append(proxy := Proxy(server.endpoint))
     link, of = ends.link(proxy.endpoint, gbps=0.4), shape(40, aux=False)
-    server.register(1, expected(of), sink)
+    server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
     content = offer_anchors(link, 1, 40, 100_000)
     for page in range(40):
@@ -357,7 +357,7 @@ def test_a_silent_network_is_noticed_and_rooms_go_on_when_it_is_back(ends):
     server, listener, sink = ends.server(), Listener(), Sink()
     ends.made.append(proxy := Proxy(server.endpoint))
     link = ends.link(proxy.endpoint, dataclasses.replace(QUICK, silence_seconds=0.4))
-    server.register(1, expected(shape(2, **ANCHORS)), sink)
+    server.rooms.register(1, expected(shape(2, **ANCHORS)), sink)
     link.open(1, shape(2, **ANCHORS), listener)
     link.offer(1, part(Stream.ANCHOR, b"one", 0))
     until(lambda: sink.parts)
@@ -387,7 +387,7 @@ def test_a_receiver_that_was_restarted_does_not_know_the_room(ends, tmp_path):
     endpoint, listener = f"ipc://{tmp_path}/link/rank0", Listener()
     server = ends.server(endpoint)
     link, sink = ends.link(endpoint), Sink()
-    server.register(1, expected(shape(2, **ANCHORS)), sink)
+    server.rooms.register(1, expected(shape(2, **ANCHORS)), sink)
     link.open(1, shape(2, **ANCHORS), listener)
     link.offer(1, part(Stream.ANCHOR, b"one", 0))
     until(lambda: sink.parts)
@@ -396,7 +396,7 @@ def test_a_receiver_that_was_restarted_does_not_know_the_room(ends, tmp_path):
     server = ends.server(endpoint)
     until(lambda: listener.reasons)
     assert "unknown room" in listener.reasons[1]
-    server.register(2, expected(shape(1, **ANCHORS)), sink := Sink())
+    server.rooms.register(2, expected(shape(1, **ANCHORS)), sink := Sink())
     link.open(2, shape(1, **ANCHORS), listener)
     link.offer(2, part(Stream.ANCHOR, b"after"))
     until(lambda: listener.reasons.get(2, "") is None)
@@ -408,7 +408,7 @@ def test_rooms_fail_on_both_sides_when_the_other_stays_away(ends):
     server, listener, sink = ends.server(limits=limits), Listener(), Sink()
     ends.made.append(proxy := Proxy(server.endpoint))
     link = ends.link(proxy.endpoint, limits)
-    server.register(1, expected(shape(1)), sink)
+    server.rooms.register(1, expected(shape(1)), sink)
     link.open(1, shape(1), listener)
     until(lambda: link.connected)
     time.sleep(0.1)
@@ -427,7 +427,7 @@ def test_a_sink_that_raises_fails_its_room_alone(ends):
     server, listener, sinks = ends.server(), Listener(), [Full(), Sink()]
     link = ends.link(server.endpoint)
     for room, sink in enumerate(sinks):
-        server.register(room, expected(shape(1, **ANCHORS)), sink)
+        server.rooms.register(room, expected(shape(1, **ANCHORS)), sink)
         link.open(room, shape(1, **ANCHORS), listener)
         link.offer(room, part(Stream.ANCHOR, b"a"))
     until(lambda: len(listener.reasons) == 2)
@@ -436,13 +436,14 @@ def test_a_sink_that_raises_fails_its_room_alone(ends):
 
 def test_a_listener_that_raises_is_logged_and_the_link_goes_on(ends, caplog):
     class Rude(Listener):
-        def arrived(self, *_):
+        def ended(self, room, reason):
+            super().ended(room, reason)
             raise RuntimeError("rude")
 
     server, listener = ends.server(), Rude()
     link = ends.link(server.endpoint)
     for room in range(2):
-        server.register(room, expected(shape(1, **ANCHORS)), Sink())
+        server.rooms.register(room, expected(shape(1, **ANCHORS)), Sink())
         link.open(room, shape(1, **ANCHORS), listener)
         link.offer(room, part(Stream.ANCHOR, b"a"))
     until(lambda: listener.reasons == {0: None, 1: None})
@@ -454,7 +455,7 @@ def test_closing_while_bytes_flow_ends_in_time_and_tells_everyone(ends, endpoint
     before = threading.active_count()
     server, listener, sink = ends.server(endpoint), Listener(), Sink()
     link, of = ends.link(server.endpoint, gbps=0.2), shape(50, **ANCHORS)
-    server.register(1, expected(of), sink)
+    server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
     # It never is whole.
     offer_anchors(link, 1, 49, 100_000)
@@ -473,9 +474,10 @@ def test_closing_while_bytes_flow_ends_in_time_and_tells_everyone(ends, endpoint
 def test_peers_that_hang_up_are_forgotten(ends):
     server = LinkServer("tcp://127.0.0.1:0", SETTINGS, dataclasses.replace(QUICK, silence_seconds=0.2, resume_seconds=0.3))
     ends.made.append(server)
+    empty = steady_entries(server)
     for number in range(20):
         sender = RawSender(server.endpoint, bytes([number]) * 16)
         sender.hello()
         sender.close()
-    assert len(server._peers) > 0
-    until(lambda: not (server._peers or server._links or server._heard))
+    until(lambda: held_entries(server) > empty, pause=0.001)
+    until(lambda: held_entries(server) == empty)

@@ -22,7 +22,7 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
     LinkKeys.generate().write(tmp_path / "keys")
     keys, listener, sink = LinkKeys.read(tmp_path / "keys"), Listener(), Sink()
     server = ends.server(keys=keys)
-    server.register(1, expected(shape(1, **ANCHORS)), sink)
+    server.rooms.register(1, expected(shape(1, **ANCHORS)), sink)
     limits = dataclasses.replace(QUICK, resume_seconds=0.5)
     other = LinkKeys.generate()
     # The receiver's public key is known to it, and its own pair is not the deployment's.
@@ -47,7 +47,7 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
 def test_frames_of_the_largest_size_pass_encrypted(ends, size):
     keys, listener, sink = LinkKeys.generate(), Listener(), Sink()
     server = ends.server(keys=keys)
-    server.register(1, expected(shape(1, **ANCHORS)), sink)
+    server.rooms.register(1, expected(shape(1, **ANCHORS)), sink)
     link = ends.link(server.endpoint, keys=keys)
     link.open(1, shape(1, **ANCHORS), listener)
     link.offer(1, part(Stream.ANCHOR, bytes(size)))

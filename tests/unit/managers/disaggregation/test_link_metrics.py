@@ -9,9 +9,10 @@ from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, 
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from sglang_ext.managers.kv_transfer import link as sender_end, wire
+from sglang_ext.managers.kv_transfer import link as sender_end
+from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.link_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 ROOT = Path(__file__).parents[4]
@@ -57,8 +58,8 @@ def test_all_series_begin_at_zero_and_each_role_has_its_own(sending, receiving):
 def test_without_enable_metrics_nothing_is_defined_and_counting_does_nothing():
     registry = CollectorRegistry()
     metrics = LinkMetrics.create(SimpleNamespace(**vars(ARGS) | {"enable_metrics": False}), "prefill", registry)
-    metrics.count_sent(1, "anchor")
-    metrics.add_rooms(1)
+    metrics.count("kv_link_sent_bytes", 1, "anchor")
+    metrics.add("kv_link_rooms", 1)
     assert not list(registry.collect())
 
 
@@ -73,7 +74,7 @@ def test_bytes_go_by_stream_and_rooms_are_there_while_they_are_open(ends, sendin
     link, listener = ends.link(server.endpoint, metrics=sending.metrics), Listener()
     split, whole = shape(2), shape(1, residual=False)
     for room, of in ((1, split), (2, whole)):
-        server.register(room, expected(of), Sink())
+        server.rooms.register(room, expected(of), Sink())
         link.open(room, of, listener)
     until(lambda: sending.of("kv_links") == receiving.of("kv_links") == 1)
     assert sending.of("kv_link_rooms") == receiving.of("kv_link_rooms") == 2
@@ -97,10 +98,10 @@ def test_rooms_that_are_aborted_cancelled_or_closed_are_not_open(ends, sending, 
     server = ends.server(metrics=receiving.metrics)
     link, listener, of = ends.link(server.endpoint, metrics=sending.metrics), Listener(), shape(1, **ANCHORS)
     for room in range(4):
-        server.register(room, expected(of), Sink())
+        server.rooms.register(room, expected(of), Sink())
         link.open(room, of, listener)
-    server.abort(0)
-    server.abort(0)
+    server.rooms.abort(0)
+    server.rooms.abort(0)
     link.cancel(1)
     link.cancel(1)
     until(lambda: sending.of("kv_link_rooms") == receiving.of("kv_link_rooms") == 2)
@@ -118,7 +119,7 @@ def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, rece
             until(lambda: link.connected)
             assert [told.of("kv_link_reconnects_total") for told in (sending, receiving)] == [times, times]
             assert [told.of("kv_links") for told in (sending, receiving)] == [1, 1]
-            server.register(times, expected(of), Sink())
+            server.rooms.register(times, expected(of), Sink())
             link.open(times, of, listener)
             link.offer(times, part(Stream.ANCHOR, b"whole"))
             until(lambda: times in listener.reasons)
@@ -131,7 +132,7 @@ def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, rece
 def refusing(ends, receiving, of):
     """A sender that says whatever a test wants, with a room open."""
     server = ends.server(metrics=receiving.metrics)
-    server.register(1, expected(of), Sink())
+    server.rooms.register(1, expected(of), Sink())
     sender = ends.raw(server.endpoint)
     assert isinstance(sender.hello(), wire.Welcome) and isinstance(sender.open(1, of), wire.Have)
     return sender
@@ -163,7 +164,7 @@ def test_parts_of_another_codec_are_beyond_bounds(ends, receiving):
 def test_a_paced_sender_waits_for_its_rate_and_an_idle_one_for_nothing(ends, sending):
     server, listener, of = ends.server(), Listener(), shape(10, **ANCHORS)
     link = ends.link(server.endpoint, gbps=0.05, metrics=sending.metrics)
-    server.register(1, expected(of), Sink())
+    server.rooms.register(1, expected(of), Sink())
     link.open(1, of, listener)
     begun = time.monotonic()
     # At 6.25 MB/s this takes 0.32 s, but for what a burst may hold.
@@ -180,7 +181,7 @@ def test_a_sender_waits_for_a_slow_receivers_credit(ends, sending):
     limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 18, ping_seconds=0.1)
     server, listener, of = ends.server(limits=limits), Listener(), shape(20, **ANCHORS)
     link = ends.link(server.endpoint, limits, metrics=sending.metrics)
-    server.register(1, expected(of), Sink(delay=0.02))
+    server.rooms.register(1, expected(of), Sink(delay=0.02))
     link.open(1, of, listener)
     for page in range(20):
         link.offer(1, part(Stream.ANCHOR, bytes(100_000), page))

@@ -5,7 +5,7 @@ import pytest
 from link_helpers import SETTINGS
 
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, LinkSettings, settings_mismatch, version_mismatch
+from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings, settings_mismatch, version_mismatch
 
 OTHER = {
     "model_key": "other", "pool_dtype": "float16", "layers": 31, "kv_heads": 1, "key_dim": 128, "value_dim": 32, "page_size": 128,

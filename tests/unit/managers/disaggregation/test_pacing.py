@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.kv_transfer.pacing import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle, TokenBucket
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.limits import LEAST_FRAME, PAUSE, NetworkInterface, PollThrottle
 
 RATES = st.floats(1e3, 1e9)
 SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=30)
@@ -13,7 +12,7 @@ SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=30)
 
 @given(RATES, SIZES, st.data())
 def test_no_interval_has_more_than_burst_rate_and_one_message(rate, sizes, data):
-    bucket, now, sent = TokenBucket(rate, rate * 0.05), 0.0, []
+    bucket, now, sent = NetworkInterface(rate * 8e-9), 0.0, []
     for size in sizes:
         now += data.draw(st.floats(0, 0.2)) + bucket.wait(now)
         while (wait := bucket.wait(now)) > 0:
@@ -28,7 +27,7 @@ def test_no_interval_has_more_than_burst_rate_and_one_message(rate, sizes, data)
 
 @given(RATES, SIZES)
 def test_who_never_pauses_gets_the_whole_rate_even_in_messages_beyond_the_burst(rate, sizes):
-    bucket, now = TokenBucket(rate, rate * 1e-6), 0.0
+    bucket, now = NetworkInterface(rate * 8e-9), 0.0
     for size in sizes:
         while (wait := bucket.wait(now)) > 0:
             now += wait
@@ -38,7 +37,7 @@ def test_who_never_pauses_gets_the_whole_rate_even_in_messages_beyond_the_burst(
 
 
 def test_lateness_is_made_up_for_within_the_burst():
-    bucket = TokenBucket(1000.0, 50.0)
+    bucket = NetworkInterface(8e-6)
     bucket.take(100, 0.0)
     assert bucket.wait(0.0) == pytest.approx(0.1)
     # 40 ms late: 40 bytes more may go at once.
@@ -50,21 +49,15 @@ def test_lateness_is_made_up_for_within_the_burst():
 
 
 def test_without_a_limit_nobody_waits():
-    bucket = TokenBucket.from_gbps(None)
+    bucket = NetworkInterface()
     bucket.take(1 << 40, 0.0)
     assert bucket.wait(0.0) == 0 and bucket.frame_bytes(1 << 18) == 1 << 18
 
 
 def test_slow_links_have_short_frames():
-    assert TokenBucket.from_gbps(0.01).frame_bytes(1 << 18) == LEAST_FRAME
-    assert TokenBucket.from_gbps(0.1).frame_bytes(1 << 18) == 25000
-    assert TokenBucket.from_gbps(10).frame_bytes(1 << 18) == 1 << 18
-
-
-@pytest.mark.parametrize("gbps", [0, 0.009, -1, float("inf"), float("nan")])
-def test_rates_out_of_bounds_are_refused(gbps):
-    with pytest.raises(LinkError, match="pass 0.01 or more"):
-        TokenBucket.from_gbps(gbps)
+    assert NetworkInterface(0.01).frame_bytes(1 << 18) == LEAST_FRAME
+    assert NetworkInterface(0.1).frame_bytes(1 << 18) == 25000
+    assert NetworkInterface(10).frame_bytes(1 << 18) == 1 << 18
 
 
 def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from sglang_ext.managers.kv_transfer.page_hashes import page_hashes
+from sglang_ext.managers.kv_transfer.progressive import page_codec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import page_ends
+
+
+def page_hashes(tokens, page_size):
+    return page_codec.page_hashes(tokens, page_ends(page_size, len(tokens)))
+
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 
@@ -29,9 +35,9 @@ def test_a_hash_chains_the_one_before():
 @given(TOKENS, st.integers(1, 8), st.integers(0, 5))
 def test_a_request_may_be_hashed_in_pieces(tokens, page_size, pages):
     whole, cut = page_hashes(tokens, page_size), pages * page_size
-    first = page_hashes(tokens[:cut], page_size)
     if cut <= len(tokens):
-        assert first + page_hashes(tokens[cut:], page_size, first[-1] if first else b"") == whole
+        rest = page_codec.page_hashes(tokens, page_ends(page_size, len(tokens), cut), cut, page_size)
+        assert page_hashes(tokens[:cut], page_size) + rest == whole
 
 
 @given(TOKENS, st.integers(1, 8), st.data())
@@ -41,9 +47,3 @@ def test_another_token_changes_all_hashes_from_its_page_on(tokens, page_size, da
         changed = [*tokens[:place], tokens[place] ^ 1, *tokens[place + 1 :]]
         pairs = list(zip(page_hashes(tokens, page_size), page_hashes(changed, page_size)))
         assert [a == b for a, b in pairs] == [page < place // page_size for page in range(len(pairs))]
-
-
-@pytest.mark.parametrize("size, before", [(0, b""), (4, b"short")])
-def test_what_is_no_page_or_no_hash_is_refused(size, before):
-    with pytest.raises(ValueError, match="pass at least 1, and 0 or 32"):
-        page_hashes([1], size, before)

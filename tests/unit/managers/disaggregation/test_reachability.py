@@ -15,7 +15,8 @@ class Told:
     def __init__(self):
         self.links = self.again = 0
 
-    def add_links(self, count):
+    def add(self, gauge, count):
+        assert gauge == "kv_links"
         self.links += count
 
     def count_reconnect(self):

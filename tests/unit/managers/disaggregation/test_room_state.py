@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from link_helpers import MOST, Sink, expected, header, shape
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.part_assembly import Assembly
-from sglang_ext.managers.kv_transfer.link_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.connection import ProtocolViolation, SenderConnection
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, Stream
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
+from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, LinkError, Stream
 
 
 def room(of=None, sink=None, **others):
     return IncomingRoom(7, expected(of or shape(2), **others), sink or Sink())
+
+
+def sender():
+    return SenderConnection(b"address", b"link", 0, 0.0)
 
 
 def write(state, stream, page=0, payload=b"bytes"):
@@ -115,7 +118,7 @@ def test_an_abort_waits_for_the_call_under_way_of_a_room_that_fails_meanwhile():
 
     rooms, sink, (writing, go_on) = IncomingRooms("here", 4, lambda *_: None, LinkMetrics()), Slow(), (threading.Event(), threading.Event())
     rooms.register(7, expected(shape(1)), sink)
-    state, _ = rooms.open(7, b"link")
+    state = rooms.open(7, b"link")
     aborted = threading.Event()
     threads = [threading.Thread(target=run) for run in (
         lambda: write(state, Stream.ANCHOR), lambda: rooms.fail(state, "cancelled"), lambda: (rooms.abort(7), aborted.set())
@@ -152,11 +155,11 @@ def test_parts_of_streams_interleave_and_come_out_whole(parts, frame_bytes, rand
         of = header(7, stream, payload, page)
         for offset in range(0, max(1, len(payload)), frame_bytes):
             frames[stream].append((Frame(of, offset), payload[offset : offset + frame_bytes]))
-    assembly, out = Assembly(), {}
+    assembly, out = sender(), {}
     while any(frames.values()):
         stream = random.choice([stream for stream in Stream if frames[stream]])
         frame, payload = frames[stream].pop(0)
-        if (whole := assembly.add(frame, memoryview(payload))) is not None:
+        if (whole := assembly.assemble(frame, memoryview(payload))) is not None:
             assert whole.has_valid_checksum() and frame.header.page not in out
             out[frame.header.page] = stream, bytes(whole.content)
     assert out == dict(enumerate(parts))
@@ -167,9 +170,9 @@ def test_a_changed_byte_is_found(payload, data):
     of = header(7, Stream.ANCHOR, payload)
     place = data.draw(st.integers(0, len(payload) - 1))
     changed = payload[:place] + bytes([payload[place] ^ data.draw(st.integers(1, 255))]) + payload[place + 1 :]
-    assembly = Assembly()
-    assert assembly.add(Frame(of, 0), memoryview(changed[:1])) is None
-    whole = assembly.add(Frame(of, 1), memoryview(changed[1:]))
+    assembly = sender()
+    assert assembly.assemble(Frame(of, 0), memoryview(changed[:1])) is None
+    whole = assembly.assemble(Frame(of, 1), memoryview(changed[1:]))
     assert not whole.has_valid_checksum() and bytes(whole.content) == changed
 
 
@@ -183,12 +186,12 @@ def test_frames_that_do_not_follow_are_refused():
         (Frame(of, 2), b""),
         (Frame(of, 0), b"abcdefg"),
     ):
-        assembly = Assembly()
-        assembly.add(Frame(of, 0), memoryview(b"ab"))
-        with pytest.raises(LinkError, match="does not follow"):
-            assembly.add(frame, memoryview(payload))
-    assembly = Assembly()
-    assembly.add(Frame(of, 0), memoryview(b"ab"))
+        assembly = sender()
+        assembly.assemble(Frame(of, 0), memoryview(b"ab"))
+        with pytest.raises(ProtocolViolation, match="does not follow"):
+            assembly.assemble(frame, memoryview(payload))
+    assembly = sender()
+    assembly.assemble(Frame(of, 0), memoryview(b"ab"))
     assembly.drop(Stream.ANCHOR)
-    with pytest.raises(LinkError, match="does not follow"):
-        assembly.add(Frame(of, 2), memoryview(b"c"))
+    with pytest.raises(ProtocolViolation, match="does not follow"):
+        assembly.assemble(Frame(of, 2), memoryview(b"c"))

@@ -10,6 +10,7 @@ from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, make_p
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
+
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
 
@@ -28,11 +29,7 @@ class Servers:
 
     def sender(self, room, prompt):
         made = ProgressiveSender(self.prefill, ADDRESS, room, [0], 0)
-        made.set_prompt(prompt)
-        if self.read is not None:
-            made.set_query_reader(self.read)
-        if self.packs is not None:
-            made.set_packing(*self.packs)
+        made.set_prompt(prompt, None, self.packs, self.read)
         return made
 
     def receiver(self, room, prompt, refused=None):

@@ -15,17 +15,15 @@ from transfer_helpers import make_pool, rows, settled
 from waiting import until
 
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
-from sglang_ext.managers.kv_transfer.quantized.decode_side import QuantizedPrompt, QuantizedPromptSlots
-from sglang_ext.managers.kv_transfer.progressive import control
+from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.quantized.prompt_codec import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.link_settings import LinkError, settings_mismatch
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.compressed.layouts.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 DIM, ALL = 64, LayerRange(0, 2)
@@ -71,7 +69,7 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
     where = QuantizedPromptSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
     ends, sizes = sent.ends(400), []
     for start, stop in zip([0, *ends], ends):
-        part = sent.encode_anchor(PlacedPage(start, slots[start:stop]), ALL)
+        part = sent.encode(PlacedPage(start, slots[start:stop]), ALL).anchor
         sizes.append(len(part))
         assert len(part) <= sent.most_bytes(Stream.ANCHOR, ALL)
         received.write_anchor(PlacedPage(start, where.slots(start, stop)), ALL, part)
@@ -250,7 +248,7 @@ def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(server
 
 def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
-    wrong = control.RoomMetadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
+    wrong = handshakes.RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
     sender = made.both.sender(7, made.prompt)
     with pytest.raises(LinkError, match="up to 580 are to be quantized, of a prompt of 300"):
         sender._room(wrong)

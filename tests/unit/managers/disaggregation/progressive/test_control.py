@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 from link_helpers import SETTINGS
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.progressive import control, handshakes
-from sglang_ext.managers.kv_transfer.progressive import compatibility
-from sglang_ext.managers.kv_transfer.progressive.control import Abort, Failed, RoomMetadata
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes
+from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Abort, Failed, Handshakes, RoomMetadata
 from sglang_ext.managers.kv_transfer.wire import WireError
 
 SIZES = (64, 12)
 
 
 def metadata(
-    room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0), attempt=None, tokens=100
+    room=7, version=handshakes.CONTROL_VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0), attempt=None, tokens=100
 ):
     """Of an attempt at a room; without a number it has the room's."""
     attempt = room if attempt is None else attempt
@@ -48,18 +46,18 @@ def rooms(refused):
 
 @pytest.mark.parametrize("message", [metadata(), Abort(7, "a", 5), Failed(1 << 62, "b")], ids=lambda message: type(message).__name__)
 def test_a_message_is_read_as_it_was_written(message):
-    assert control.decode(control.encode(message)) == message
+    assert handshakes.decode_control(wire.encode(message)) == message
 
 
 @given(st.binary(max_size=300))
 def test_other_bytes_are_no_message(data):
     with pytest.raises(WireError, match="no control message"):
-        control.decode(data)
+        handshakes.decode_control(data)
 
 
 def test_a_message_that_is_too_long_is_not_read():
     with pytest.raises(WireError, match="65537 bytes; at most 65536"):
-        control.decode(bytes(control.MAX_MESSAGE_BYTES + 1))
+        handshakes.decode_control(bytes(handshakes.MAX_CONTROL_BYTES + 1))
 
 
 def test_metadata_and_sender_meet_in_either_order(rooms, refused):
@@ -145,7 +143,7 @@ def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeyp
 @pytest.mark.parametrize(
     ("message", "keys", "why"),
     [
-        (metadata(version=9), True, f"protocol is 9 at the receiver and {control.VERSION} at the sender"),
+        (metadata(version=9), True, f"protocol is 9 at the receiver and {handshakes.CONTROL_VERSION} at the sender"),
         (metadata(sizes=(64, 0)), True, r"rows of \(64,\) bytes at the receiver and \(64, 12\) at the sender.*same SGLang"),
         (metadata(endpoint="ipc:///no/such/file"), False, "no such file here: give both servers the same --kv-link-keys"),
         (metadata(endpoint="ipc:///no/such/file"), True, "the prefill server has --kv-link-keys and the decode server has none: give both"),
@@ -160,5 +158,5 @@ def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, keys, why):
 
 
 def test_settings_that_are_none_are_refused():
-    broken = RoomMetadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
+    broken = RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
     assert "settings are not of this version" in compatibility.metadata_mismatch(broken, SETTINGS, SIZES, False)

@@ -7,8 +7,7 @@ import torch
 from transfer_helpers import make_pool
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
-from sglang_ext.managers.kv_transfer.wire import LayerRange
+from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError
 
 
 def test_tensors_are_the_pools_own_memory():

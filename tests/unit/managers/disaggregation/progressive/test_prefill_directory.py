@@ -13,10 +13,10 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from transfer_helpers import ADDRESS
 from waiting import until
 
-from sglang_ext.tools.server_client import free_port
 from sglang_ext.hooks import transfer
-from sglang_ext.managers.kv_transfer.progressive.prefill_servers import PrefillDirectory
+from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+from sglang_ext.tools.server_client import free_port
 
 # Seconds that one turn of a scheduler may take here; an attempt at a server that does not answer takes 5.
 TURN = 1.0

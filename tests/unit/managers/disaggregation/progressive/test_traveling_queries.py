@@ -9,8 +9,8 @@ from test_rooms_between_servers import transfer
 from transfer_helpers import ROW, settled
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.prompt_queries import PromptQueries
-from sglang_ext.managers.kv_transfer.link_settings import LinkError
+from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries
+from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 
 LAYERS, HEADS, DIM = (4, 9), 2, 8

@@ -1,0 +1,1 @@
+"""Tables of the results pages, generated from the JSON files in ``benchmarks/results``."""

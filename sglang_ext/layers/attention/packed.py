@@ -1,0 +1,191 @@
+"""Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of draft steps (decode_backend.py).
+
+In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products. With a scale for each channel of a
+group of tokens, ``q . (s * c + z) = (q * s) . c + q . z``. With a scale for each token, it is ``s_t * (q . c_t) + z_t * sum(q)``. Values
+are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
+and sums of rotated values are rotated back.
+
+Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
+share, no such products exist. For values that share scales along tokens, there is one product per group, which takes longer. Blocks
+with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/packed/integer_attention.py).
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.layers.attention.decode_backend import CompressedDecode
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressors.quantizer import code_values
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def packed_attention(
+    packing: Packing,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    packed: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of a request's newest tokens over its row: one softmax over packed and exact tokens.
+
+    Args:
+        packing: How the row's first slots are packed.
+        queries: [count, heads, dim], queries of the last ``count`` tokens, which are exact.
+        keys, values: A layer's buffers, [slots, kv_heads, dim].
+        slots: int64, slots of the row: ``packed`` slots with blocks, then a slot for each exact token.
+        scaling: Factor on query-key products.
+
+    Returns:
+        float32 [count, heads, value_dim].
+    """
+    count, heads, dim = queries.shape
+    kv_heads, exact = keys.shape[1], slots[packed:]
+    rows = group_by_kv_head(queries, kv_heads, scaling)
+    of_keys = packing.read(keys, packing.keys, slots[:packed])
+    (to_keys, to_values), (key_levels, value_levels) = packing.rotations(slots.device), packing.levels(slots.device)
+    packed_scores = _packed_scores(packing, _rotated(rows, to_keys), of_keys, key_levels)
+
+    def packed_sums(weights: torch.Tensor) -> torch.Tensor:
+        of_values = packing.read(values, packing.values, slots[:packed])
+        summed = _packed_sums(packing, weights, of_values, value_levels)
+        return _rotated(summed, None if to_values is None else to_values.t())
+
+    return ungroup_heads(attend_packed_and_exact(rows, packed_scores, packed_sums, keys[exact], values[exact], count), count)
+
+
+def group_by_kv_head(queries: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
+    """Queries, [count, heads, dim], as float32 [kv_heads, count * heads of each, dim], times ``scaling``."""
+    return (queries.float() * scaling).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def ungroup_heads(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The inverse of :func:`group_by_kv_head`: from [kv_heads, rows, dim] to [count, heads, dim]."""
+    return rows.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def attend_packed_and_exact(
+    rows: torch.Tensor,
+    packed_scores: torch.Tensor,
+    packed_sums: Callable[[torch.Tensor], torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """Causal attention of the newest tokens: one softmax over packed tokens, and over the exact tokens after them.
+
+    Args:
+        rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
+        packed_scores: float32 [kv_heads, rows, packed tokens], products with packed keys.
+        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values, float32 [kv_heads, rows, value_dim].
+        keys, values: Of the exact tokens, [tokens, kv_heads, dim].
+
+    Returns:
+        float32 [kv_heads, rows, value_dim].
+    """
+    exact_scores = rows @ keys.float().permute(1, 2, 0)
+    newest = torch.arange(count, device=keys.device).repeat_interleave(rows.shape[1] // count) + len(keys) - count
+    exact_scores = exact_scores.masked_fill(torch.arange(len(keys), device=keys.device) > newest[:, None], float("-inf"))
+    packed_scores, exact_scores = torch.cat([packed_scores, exact_scores], -1).softmax(-1).split([packed_scores.shape[-1], len(keys)], -1)
+    return packed_sums(packed_scores) + exact_scores @ values.float().transpose(0, 1)
+
+
+def _packed_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Products with packed keys, as :func:`key_scores`."""
+    if packing.keys.sums:
+        partition = packing.keys.grid.channels
+        return product(quantize_partitions(rows, partition), partitions_of_keys(block), partition)
+    if packing.keys.plain and 1 in packing.keys.grid:
+        return key_scores(rows, block, packing.keys.grid, levels)
+    return rows @ packing.dequantize(block, packing.keys, levels).mT
+
+
+def _packed_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Sums of packed values, as :func:`weighted_values`."""
+    if packing.values.sums:
+        partition = packing.values.grid.tokens
+        return product(quantize_partitions(weights, partition), partitions_of_values(block), partition)
+    if packing.values.plain and packing.values.grid.tokens == 1:
+        return weighted_values(weights, block, levels)
+    return weights @ packing.dequantize(block, packing.values, levels)
+
+
+def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
+    """Products of ``rows``, float32 [heads, rows, dim], with keys packed by channel or by token: [heads, rows, tokens]."""
+    heads, count, dim = rows.shape
+    numbers = code_values(block.codes, levels)
+    if grid.channels == 1:
+        scale, zero = (part.reshape(heads, -1, 1, dim) for part in (block.scale, block.zero))
+        groups = rows[:, None] * scale @ numbers.reshape(heads, -1, grid.tokens, dim).mT + (rows[:, None] * zero).sum(-1, True)
+        return groups.transpose(1, 2).reshape(heads, count, -1)
+    numbers, scale, zero = _by_token(numbers, block)
+    parts = rows.unflatten(-1, (numbers.shape[1], -1)).transpose(1, 2)
+    return (parts @ numbers.mT * scale + parts.sum(-1, True) * zero).sum(1)
+
+
+def weighted_values(weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Sums of values packed by token with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
+    numbers, scale, zero = _by_token(code_values(block.codes, levels), block)
+    weights = weights[:, None]
+    return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
+
+
+def partitions_of_keys(block: Quantized) -> Partitioned:
+    """Keys in partitions of channels, as rows of their tokens: [heads, tokens, dim]."""
+    parts = (part.flatten(1, 2) for part in (block.scale, block.zero, block.sums.float()))
+    return Partitioned(block.codes.flatten(1, 2).to(torch.int8), *parts)
+
+
+def partitions_of_values(block: Quantized) -> Partitioned:
+    """Values in partitions of tokens, as rows of their channels: [heads, dim, tokens]."""
+    parts = (part.flatten(1, 2).mT for part in (block.scale, block.zero, block.sums.float()))
+    return Partitioned(block.codes.flatten(1, 2).mT.to(torch.int8), *parts)
+
+
+def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split blocks with scales by token: numbers [heads, groups, tokens, channels]; scales and zeros [heads, groups, 1, tokens]."""
+    heads, groups = len(numbers), block.scale.shape[-1]
+    scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
+    return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
+
+
+def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    return rows if rotation is None else rows @ rotation
+
+
+class PackedDecode(CompressedDecode):
+    """Attends to packed blocks, whose slots are counted in a table of the layout, and to the tokens after them."""
+
+    copies = "packed KV"
+    remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
+    # Measured on an H200: the kernels' programs have one warp.
+    busy = 4096
+
+    layout: QuantizedLayout
+
+    def __init__(self, model_runner: "ModelRunner", layout: QuantizedLayout):
+        super().__init__(model_runner, layout)
+        buffers = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
+        self._room = max_resident_programs(layout.layout, *buffers, self.query_heads // self.kv_heads)
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """Parts of each request's blocks and exact tokens."""
+        if self._room is None:
+            return super().splits(requests)
+        return choose_splits(requests * self.kv_heads, self._room, self.layout.layout.keys.bits)
+
+    def attend(
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
+    ) -> torch.Tensor:
+        """As :meth:`CompressedDecode.attend`."""
+        pool, packed, table = self.token_to_kv_pool, self.layout, self.req_to_token_pool.req_to_token
+        buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+        return packed_decode(packed.layout, queries, *buffers, table, rows, lengths, packed.counts, scaling, splits)

@@ -1,1 +1,0 @@
-"""Integer products of quantized codes (HACK, arXiv 2502.03589): a PyTorch version, and the kernels for decode and prefill."""

@@ -1,0 +1,272 @@
+"""Client of the cache ranks on CPUs, for an inference rank on a CPU. The host orders the phases, pack by pack of layers (AsyncSpade).
+
+    step t:    apply pack 0 | layers of pack 0 | publish pack 0 | apply pack 1 | layers of pack 1 | publish pack 1 | ...
+    step t+1:  apply pack 0 | ...
+
+1. Publish: as soon as the queries of a pack's last layer are computed, if the pack's previous selection request was answered.
+2. Select: the rank selects for one pack while the model computes the others.
+3. Apply: when the next step's attention reaches the pack. The host waits for the reply message, at most
+   :data:`~.client.WAIT_SECONDS` per step. After the first late selection, the step waits for no others.
+
+While no rank can take a request whose full KV is here, it reads its full KV.
+
+With ``--kv-bench-timeline``, :class:`PackTimeline` records the events of each pack, for benchmarks.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.client import CacheRankClient
+from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
+from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
+from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
+from sglang_ext.mem_cache.compressed.async_selector import CompressedRequests
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
+
+# Bytes of a position in the exchange buffer.
+POSITION_BYTES = 4
+PackEventKind = Literal["reached", "written", "asked", "chosen", "missed"]
+
+
+class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event of a pack of layers. Times are those of ``time.monotonic``, which all processes of a machine share.
+
+    Attributes:
+        kind: ``reached``: a step's attention reaches the pack's first layer, before any wait. ``written``: the selection is written to
+            the compressed KV. ``missed``: no new selection arrived in time. ``asked``: the step's queries are published. ``chosen``: the
+            rank has selected.
+        at: Seconds. For ``chosen``, the completion time at the rank.
+        first, count: The pack.
+        lane: Lane of the request; -1 for ``reached``, which concerns the whole step.
+        sequence: Sequence of the selection request; 0 for none.
+        seconds: For ``chosen``, duration of the selection.
+        bytes: ``asked``: bytes of the published queries. ``chosen``: bytes of the received positions. ``written``: bytes of K and V at
+            the selected positions, which a rank would have to send if this process had no full KV. In mode lossy, bytes of the received K
+            and V.
+    """
+
+    kind: PackEventKind
+    at: float
+    first: int
+    count: int
+    lane: int = -1
+    sequence: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class PackTimeline:
+    """Appends events to a file, one JSON object per line.
+
+    Args:
+        file: Path; the file is created if it does not exist. None to record nothing.
+    """
+
+    def __init__(self, file: str | Path | None) -> None:
+        self._file = None if file is None else Path(file).open("ab", buffering=0)
+
+    def add_event(
+        self, kind: PackEventKind, pack: tuple[int, int], lane: int = -1, sequence: int = 0, at: float | None = None, seconds: float = 0.0,
+        size: int = 0,
+    ) -> None:  # fmt: skip
+        """Append an event; its time is now unless ``at`` is given."""
+        if self._file is not None:
+            event = PackEvent(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
+            self._file.write(msgspec.json.encode(event) + b"\n")
+
+
+class LayerwiseClient(CacheRankClient):
+    """Client that publishes and applies the selections of packs of layers within steps.
+
+    Args:
+        timeline: Records the events of each pack of each step. The other arguments are those of :class:`CacheRankClient`.
+    """
+
+    def __init__(
+        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
+        timeline: PackTimeline = PackTimeline(None),
+    ):  # fmt: skip
+        super().__init__(links, method, token_table, buffers, queries)
+        self.timeline = timeline
+
+    def compile_kernels(self) -> None:
+        """See :meth:`AsyncSelector.compile_kernels`. A CPU has none."""
+
+    def poll(self) -> None:
+        """See :meth:`AsyncSelector.poll`."""
+        for link in self.links:
+            link.poll()
+        self._process_replies()
+
+    def must_read_full_kv(self, row: int, tokens: int) -> bool:
+        """See :meth:`AsyncSelector.must_read_full_kv`."""
+        free = self.free_blocks()
+        if self.has_request(row) or free.take(tokens):
+            return False
+        full = "memory-full" if any(free.requests) else "no-lane"
+        self.missed[full if free.blocks else self.links[0].down_reason] += 1
+        return True
+
+    def observe_step(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+        """See :meth:`AsyncSelector.observe_step`. Sends missing keys first."""
+        if not ends:
+            return None
+        due = self._due_rows(compressed_kv, ends, self.interval, following is not None)
+        for link in self.links:
+            link.wait(0)
+        self._process_replies()
+        ready = {row for row in due if self._hand_over_keys(compressed_kv, row) is not None}
+        for row in ends:
+            if row not in due:
+                self._send_missing_keys(compressed_kv, row)
+        for link in self.links:
+            link.exchange_buffer.publish(self._queries.pool, [])
+        # A rank may have ended since its requests were found ready.
+        requests = {row: self._requests[row] for row in ends if self.has_request(row)}
+        return StepObserver(self, compressed_kv, requests, {row: ends[row] for row in ready if row in requests})
+
+    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
+        """See :meth:`AsyncSelector.on_step_end`. The observer has done all work."""
+
+    def apply(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, deadline: float) -> bool:
+        """Apply the selection of a pack if it arrives until ``deadline``, ``time.monotonic`` seconds. Return False if it is late."""
+        pending = request.pending.get(pack.first)
+        if pending is None:
+            return True
+        begun, link = time.monotonic(), request.leases.link
+        link.wait(0)
+        self._process_replies()
+        while self._is_awaited(request, pack) and (left := deadline - time.monotonic()) > 0:
+            # `wait` rounds down to whole milliseconds.
+            link.wait(max(left, 1e-3))
+            self._process_replies()
+        self.waited += time.monotonic() - begun
+        if self._is_awaited(request, pack):
+            return False
+        if pack.first in request.pending:
+            size = self._write(compressed_kv, row, request, pack)
+            if size is not None:
+                self.timeline.add_event("written", pack, request.lane, pending.sequence, size=size)
+        return True
+
+    def _is_awaited(self, request: RankRequest, pack: Pack) -> bool:
+        """Whether the reply to a pack's newest selection request has not arrived."""
+        return not request.has_lost_rank and pack.first in request.pending and pack.first in request.unanswered
+
+    def _write(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack) -> int | None:
+        """Write an arrived selection to the compressed KV. Return the bytes of its K and V, or None if it cannot be applied any more."""
+        pending, compressed = request.pending.pop(pack.first), compressed_kv.get(row)
+        if request.has_lost_rank or (pending.covered, pending.keep) != (compressed.covered, compressed.own_tokens):
+            return None
+        exchange, target = request.leases.link.exchange_buffer, self._target(compressed_kv, row, request, pack, pending)
+        kept = None if self.sends_rows else exchange.read_selection(target, pack.count)
+        if not exchange.is_answered(target.lane, target.word) or (kept is None and not self.sends_rows):
+            self.missed["wrong"] += 1
+            return None
+        is_last = pack.layers.stop == len(self.buffers.keys)
+        if kept is None:
+            moved = exchange.commit_rows(target, self.buffers.of_layers(pack.layers))
+            self.rows += moved
+            compressed_kv.num_compressions[compressed.method] += is_last
+        else:
+            compressed_kv.write_selection(row, pack.layers, kept)
+            moved = kept.numel()
+        self.taken += is_last
+        return moved * 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
+
+    def publish(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, end: int) -> None:
+        """Publish the queries that a step's layers have just computed, for the next step, if the pack has no open selection request.
+
+        ``end`` is the position after the step's token.
+        """
+        request.leases.link.wait(0)
+        self._process_replies()
+        if request.has_lost_rank or pack.first in request.unanswered:
+            return
+        # Apply a reply received since these layers attended. The rows of the next reply are relative to the result.
+        if pack.first in request.pending:
+            self._write(compressed_kv, row, request, pack)
+        pool, (places, positions) = self._queries.pool, self._queries.newest_places(row, end, self._method.compressor.window)
+        record, compressed = self._records.get(row), compressed_kv.get(row)
+        if not places or (self.sends_rows and record is None):
+            return
+        link, lane, exchange = request.leases.link, request.lane, request.leases.link.exchange_buffer
+        sequence = exchange.next_sequence(lane, pack.first)
+        held = record.positions[pack.layers] if self.sends_rows else None
+        upload = QueryUpload(places, exchange.shape.entry(lane, pack.first), exchange.word(sequence), held, pack.layers)
+        number = exchange.reserve_number()
+        exchange.publish(pool, [upload])
+        self.timeline.add_event("asked", pack, lane, sequence, size=pack.count * len(places) * pool.shape[2:].numel() * pool.element_size())
+        # In the next step, the newest query is that of the token at position `end`.
+        ask = lane, *pack, sequence, compressed.covered, compressed.own_tokens, tuple(positions)
+        try:
+            link.send_message(protocol.SelectionRequest(*ask, ahead=end - positions[-1], number=number))
+        except RankUnavailable:
+            return  # counted when the request is due again
+        request.pending[pack.first] = PendingSelection(sequence, compressed.covered, compressed.own_tokens)
+        request.unanswered[pack.first] = sequence
+
+    def _process_replies(self) -> None:
+        """Process received replies. Replies to selection requests that are not open are ignored."""
+        for link in self.links:
+            replies, link.replies = link.replies, []
+            for reply in replies:
+                served = (each for each in self._requests.values() if each.leases.link is link and not each.has_lost_rank)
+                request = next((each for each in served if each.lane == reply.lane), None)
+                if request is None or request.unanswered.get(reply.first) != reply.sequence:
+                    continue
+                del request.unanswered[reply.first]
+                pending = request.pending.get(reply.first)
+                if pending is not None and reply.chosen:
+                    size = reply.count * self.buffers.keys[0].shape[1] * pending.keep * POSITION_BYTES
+                    pack = reply.first, reply.count
+                    self.timeline.add_event("chosen", pack, reply.lane, reply.sequence, reply.at, reply.seconds, size)
+                else:
+                    request.pending.pop(reply.first, None)
+
+
+class StepObserver(LayerObserver):
+    """Applies each pack's selection when the forward reaches the pack, and publishes a selection request after the pack.
+
+    Args:
+        requests: The requests of the step that have a rank, by row.
+        due: Position after the step's token, by row, of the requests that publish.
+    """
+
+    def __init__(self, client: LayerwiseClient, compressed_kv: CompressedRequests, requests: dict[int, RankRequest], due: dict[int, int]):
+        self._client, self._compressed_kv, self._requests, self._due = client, compressed_kv, requests, due
+        self._left, self._late = client.max_wait_seconds, set[int]()
+
+    def on_layer_start(self, layer: int) -> None:
+        """See :meth:`LayerObserver.on_layer_start`."""
+        for number, (row, request) in enumerate(self._requests.items()):
+            for pack in request.leases.link.packs:
+                if pack.first == layer:
+                    if not number:
+                        self._client.timeline.add_event("reached", pack)
+                    self._apply(row, request, pack)
+
+    def _apply(self, row: int, request: RankRequest, pack: Pack) -> None:
+        begun = time.monotonic()
+        if not self._client.apply(self._compressed_kv, row, request, pack, begun + self._left) and row not in self._late:
+            self._late.add(row)
+            self._left = 0.0
+            # The step continues with the previous selection.
+            self._client.missed["late"] += 1
+            self._client.timeline.add_event("missed", pack, request.lane, request.pending[pack.first].sequence)
+        self._left = max(0.0, self._left - (time.monotonic() - begun))
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """See :meth:`LayerObserver.on_queries_recorded`."""
+        for row, end in self._due.items():
+            for pack in self._requests[row].leases.link.packs:
+                if pack.layers.stop == layer + 1:
+                    self._client.publish(self._compressed_kv, row, self._requests[row], pack, end)

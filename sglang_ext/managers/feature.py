@@ -1,0 +1,180 @@
+"""Optional capabilities of the worker: KV transfer, host offload, quantized attention, sparse attention, cache ranks.
+
+Each feature is a subclass of :class:`Feature`, stored with the code it enables. :data:`FEATURES` lists the classes by dotted name, with the
+flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not
+imported. Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
+"""
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+from sglang_ext.config import options, selection_options
+from sglang_ext.config.method_options import offered_methods
+from sglang_ext.config.options import QUANTIZED
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.core import TPRanks
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.layers.forward import AttentionOverrides
+    from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
+    from sglang_ext.managers.metrics import KVMetrics
+    from sglang_ext.managers.served_methods import ServedMethods
+    from sglang_ext.managers.spec_decode.request_states import RequestStates
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
+    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+    from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+    from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+    from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
+    from sglang_ext.mem_cache.compressed.queries import QueryWindows
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+FeatureType = TypeVar("FeatureType", bound="Feature")
+
+
+class Worker(Protocol):
+    """The part of the worker (worker.py) that features and rounds read.
+
+    Attributes:
+        target_worker: SGLang's worker of the target model, which runs prefills.
+        req_to_token_pool: SGLang's token table, with the draft rows.
+        lossy: True in ``--kv-mode lossy``.
+        max_verify_tokens: Largest number of tokens of a request in a verification.
+        memory: The memory plan, with the sizes of the model.
+        attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
+        graphs: Captured verifications; None if there are none.
+        layout: How compressed KV is stored in slots.
+        key_derived_data: Data computed from the pool's keys and stored outside it (key codes, page extremes); None if there is none.
+        compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
+    """
+
+    server_args: "KVServerArgs"
+    model_runner: "ModelRunner"
+    target_worker: "TpModelWorker"
+    req_to_token_pool: "ReqToTokenPool"
+    token_to_kv_pool_allocator: "BaseTokenToKVPoolAllocator"
+    lossy: bool
+    max_verify_tokens: int
+    methods: "ServedMethods"
+    requests: "RequestStates"
+    ranks: "TPRanks"
+    metrics: "KVMetrics"
+    memory: "ReservedMemory"
+    attentions: "AttentionOverrides"
+    graphs: "VerifyGraphSet | None"
+    queries: "QueryWindows"
+    buffers: "KVBuffers"
+    layout: "KVLayout"
+    key_derived_data: "KeyDerivedData | None"
+    compressed_kv: "CompressedKVCache | None"
+    features: "tuple[Feature, ...]"
+
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of running requests."""
+
+    def feature(self, kind: "type[FeatureType]") -> "FeatureType | None":
+        """The feature of this class; None if no flag enables it."""
+
+    def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
+        """Create the compressed KV cache and the decode loop, once the prefix tree exists."""
+
+    def method_of(self, req: "Req") -> "CompressionMethod | None":
+        """The compression method of a waiting request; None if it is served with full KV."""
+
+
+# Name of a metric after "sglang_ext:", its value, and the value of its label if it has one.
+MetricValue = tuple[str, float] | tuple[str, float, str]
+
+
+class Feature:
+    """Base of the features. The defaults do nothing.
+
+    The worker calls the methods in the order of their definition. It calls :meth:`planned_bytes` before SGLang sizes its pool, and
+    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv_provider` once the prefix tree
+    exists, before the first forward.
+
+    Attributes:
+        args: The server's arguments.
+        gauges, counters: Metrics that the feature adds: help text, then the name of a label and its known values if there is one.
+    """
+
+    gauges: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    counters: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init__(self, args: "KVServerArgs") -> None:
+        self.args = args
+
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`.
+
+        Args:
+            planner: The planner of the server's memory, with the sizes of the model.
+            requests: Maximum number of running requests.
+            tokens: Tokens of SGLang's pool.
+            rings: Number of query rings. A ring stores the newest queries of one request.
+        """
+        return {}
+
+    def on_graphs_captured(self, worker: Worker) -> None:
+        """Called once after SGLang created the pool, backends and graphs. An exception stops the server."""
+
+    def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+        """Create the object that selects tokens while steps run. The first result that is not None is used.
+
+        ``method``: the server's first one. Methods that select in steps are served alone.
+        """
+        return None
+
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
+        """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
+
+    def metrics(self, worker: Worker) -> Iterator[MetricValue]:
+        """Current values of :attr:`gauges`, and totals of :attr:`counters`."""
+        yield from ()
+
+
+def _uses_quantized_attention(args: "KVServerArgs") -> bool:
+    """Whether full KV is freed once quantized blocks hold all tokens, or prompts attend to quantized KV."""
+    if args.kv_prefill == QUANTIZED:
+        return True
+    frees = args.kv_mode == "lossy" and options.why_full_kv_stays(args) is None
+    return frees and any(offer.quant_method for offer in offered_methods(args))
+
+
+# Dotted name of each class, and whether the server's arguments, as SGLang resolved them, enable it.
+FEATURES: "dict[str, Callable[[KVServerArgs], bool]]" = {
+    "sglang_ext.managers.kv_transfer.feature.KVTransfer": options.has_progressive_transfer,
+    "sglang_ext.managers.kv_offload.feature.HostOffload": lambda args: bool(args.kv_host_gb),
+    "sglang_ext.managers.quantized_attention.QuantizedAttention": _uses_quantized_attention,
+    "sglang_ext.managers.cache_rank.feature.CacheRanks": lambda args: bool(args.kv_cache_ranks),
+    "sglang_ext.managers.sparse_attention.SparseAttention": selection_options.has_selector,
+}
+
+
+def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
+    """Import and create the features that a server's arguments enable, in the order of :data:`FEATURES`."""
+    return tuple(pkgutil.resolve_name(name)(args) for name, is_enabled in FEATURES.items() if is_enabled(args))
+
+
+def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+    """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
+    selectors = (feature.selector(worker, method) for feature in worker.features)
+    return next((selector for selector in selectors if selector is not None), None)
+
+
+def create_full_kv_provider(worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider:
+    """Create the full-KV provider of a server. At most one feature has one; without any, full KV stays on the device."""
+    created = [feature.full_kv_provider(worker, tree_cache) for feature in worker.features]
+    providers = [provider for provider in created if provider is not None]
+    assert len(providers) <= 1, f"two features provide full KV: {providers}"
+    return providers[0] if providers else FullKVProvider()

@@ -1,0 +1,204 @@
+"""Prometheus metrics of links, and the timeline of transfers.
+
+The metrics ``sglang_ext:kv_link*`` are on the ``/metrics`` page of either server, in any mode.
+
+Threads of links, and threads that open and end rooms, count them. Each rank counts its own links. SGLang's page shows the sum over ranks
+for counters, and the maximum over ranks for gauges.
+
+The timeline has timestamps of KV transfers and of drafting and verification, per request, in a file for benchmarks. Its times are of
+``time.monotonic``, which all processes of a machine share. A line is one :class:`TransferEvent` in JSON.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import torch
+
+from sglang_ext.device import Mark
+from sglang_ext.managers.kv_transfer.wire import RoomShape, Stream
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics import MetricWrapperBase
+
+    from sglang_ext.config.rules import KVServerArgs
+
+Role = Literal["prefill", "decode"]
+# An unsplit page is sent in the stream of anchors, without a residual.
+StreamLabel = Literal["anchor", "residual", "whole", "aux"]
+RefusalReason = Literal["checksum", "bounds", "protocol"]
+WaitReason = Literal["credit", "rate", "priority"]
+GaugeName = Literal["kv_links", "kv_link_rooms"]
+CounterName = Literal["kv_link_sent_bytes", "kv_link_received_bytes", "kv_link_refused_frames", "kv_link_wait_seconds"]
+
+GAUGES: dict[GaugeName, str] = {
+    "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
+    "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
+}
+RECONNECTS = "kv_link_reconnects"
+# For each counter: its help, its label and the label's values.
+COUNTERS: dict[Role, dict[CounterName, tuple[str, str, tuple[str, ...]]]] = {
+    "prefill": {
+        "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", StreamLabel.__args__),
+        "kv_link_wait_seconds": (
+            "Seconds in which queued data could not be sent: the receiver granted no more, --kv-link-gbps was reached, or another "
+            "link had anchors to send.",
+            "reason",
+            WaitReason.__args__,
+        ),
+    },
+    "decode": {
+        "kv_link_received_bytes": ("Bytes of requests received, including retransmissions.", "stream", StreamLabel.__args__),
+        "kv_link_refused_frames": (
+            "Refused messages: the part had a wrong checksum or did not belong to its request, or the message was invalid.",
+            "reason",
+            RefusalReason.__args__,
+        ),
+    },
+}
+
+
+def stream_label(stream: Stream, shape: RoomShape) -> StreamLabel:
+    """Return the metrics' label of a stream of a room."""
+    return "whole" if stream is Stream.ANCHOR and not shape.residual else stream.value
+
+
+@dataclass
+class LinkMetrics:
+    """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread."""
+
+    _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
+    _counters: "dict[tuple[str, str], MetricWrapperBase]" = field(default_factory=dict)
+    _reconnects: "MetricWrapperBase | None" = None
+
+    @classmethod
+    def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
+        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set. Default: the process's registry."""
+        made = cls()
+        if args.enable_metrics:
+            made._define(role, args.served_model_name or args.model_path, registry)
+        return made
+
+    def _define(self, role: Role, model_name: str, registry: "CollectorRegistry | None") -> None:
+        """Create all series with value 0, because rates need a first value."""
+        # Imported after SGLang prepared its multi-process folder.
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        into, label = registry or REGISTRY, "model_name"
+        for name, text in GAUGES.items():
+            made = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
+            self._gauges[name] = made.labels(model_name)
+        made = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
+        self._reconnects = made.labels(model_name)
+        for name, (text, by, values) in COUNTERS[role].items():
+            made = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
+            self._counters |= {(name, value): made.labels(model_name, value) for value in values}
+
+    def add(self, gauge: GaugeName, count: int) -> None:
+        """Add to a gauge; negative to subtract."""
+        if gauge in self._gauges:
+            self._gauges[gauge].inc(count)
+
+    def count(self, counter: CounterName, amount: float, label: StreamLabel | WaitReason | RefusalReason) -> None:
+        """Add to a counter, under the value of its label."""
+        if (counter, label) in self._counters:
+            self._counters[counter, label].inc(amount)
+
+    def count_reconnect(self) -> None:
+        """Count a reconnected link."""
+        if self._reconnects is not None:
+            self._reconnects.inc()
+
+
+@dataclass
+class WaitTimer:
+    """Why a sender waits, and since when. Used by the sender's thread."""
+
+    metrics: LinkMetrics
+    _awaited: WaitReason | None = None
+    _since: float = 0.0
+
+    def set_wait_reason(self, awaited: WaitReason | None) -> None:
+        """Set the reason why the sender waits from now on, None if it does not wait. Count the time since the last call."""
+        if awaited is None and self._awaited is None:
+            return
+        now = time.monotonic()
+        if self._awaited is not None:
+            self.metrics.count("kv_link_wait_seconds", now - self._since, self._awaited)
+        self._awaited, self._since = awaited, now
+
+
+TransferEventKind = Literal["sending", "computed", "encoded", "expected", "anchor", "complete", "drafted", "verified", "answered"]
+
+
+class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event of a request.
+
+    - ``sending``: the prefill server submits the first of its KV for encoding.
+    - ``computed``: all of its KV and its first token are computed.
+    - ``encoded``: the link has all of it.
+    - ``expected``: it has slots at the decode server.
+    - ``anchor``: the data needed to start decoding is written.
+    - ``complete``: all KV is written.
+    - ``drafted``: a round's steps created draft tokens.
+    - ``verified``: drafts were verified, which outputs the accepted tokens and one bonus token.
+    - ``answered``: a round's steps created output tokens.
+
+    Attributes:
+        room: SGLang's ``bootstrap_room`` of the request.
+        at: Time in seconds.
+        number: ``anchor``: bytes of anchors, without residuals that arrived earlier. ``complete``: bytes of all KV. ``drafted``: pending
+            drafts after this round. ``verified``: accepted drafts. ``answered``: output tokens.
+        of: ``drafted``: drafts of this round. ``verified``: verified drafts.
+        early: ``drafted``, ``verified``: whether the drafts were made on an anchor.
+    """
+
+    room: int
+    kind: TransferEventKind
+    at: float
+    number: int = 0
+    of: int = 0
+    early: bool = False
+
+
+class TransferTimeline:
+    """Appends events to a file, which several processes may share. All methods may be called from any thread.
+
+    The marks of ``device`` are converted to times.
+    """
+
+    def __init__(self, file: str | Path, device: torch.device = torch.device("cpu")) -> None:
+        self._file = Path(file).open("ab", buffering=0)
+        self._lock = threading.Lock()
+        self._zero = Mark.now(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._began = time.monotonic()
+
+    @classmethod
+    def of(cls, file: str | None, device: torch.device = torch.device("cpu")) -> "TransferTimeline | None":
+        """Create the timeline of ``--kv-bench-timeline``; None without that flag."""
+        return None if file is None else cls(file, device)
+
+    def at(self, mark: Mark) -> float:
+        """Return the time in seconds of a mark that the device has reached."""
+        return self._began + self._zero.until(mark)
+
+    def add_event(
+        self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False
+    ) -> None:
+        """Append an event; ``at`` defaults to the current time."""
+        event = TransferEvent(room, kind, time.monotonic() if at is None else at, number, of, early)
+        with self._lock:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+
+
+def read_timeline(file: Path) -> list[TransferEvent]:
+    """Return all events of a file by time. An incomplete last line is ignored."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    events = [msgspec.json.decode(line, type=TransferEvent) for line in lines if line.endswith(b"\n")]
+    return sorted(events, key=lambda event: event.at)

@@ -1,0 +1,117 @@
+"""Quantized attention: decoding without full KV (``--kv-mode lossy``), and prompts that attend to quantized KV (``--kv-prefill quantized``).
+
+If compressed KV holds all tokens in quantized blocks, nothing reads the full KV of these tokens in mode lossy, and it is freed.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_ext.config import options
+from sglang_ext.config.options import QUANTIZED
+from sglang_ext.core import RequestState
+from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
+from sglang_ext.layers.kernels.packed import integer_prefill
+from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
+from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
+from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.managers.memory_plan import MemoryPlanner
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class QuantizedOnlyFullKV(FullKVProvider):
+    """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
+
+    Attributes:
+        freed_full_kv: Frees the full KV.
+    """
+
+    freed_full_kv: QuantizedOnlyKV
+
+    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+        """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
+        self.freed_full_kv.free_full_kv(drafting)
+
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """The first position from which a request's row points to its own full KV."""
+        return self.freed_full_kv.full_kv_start(row, protected)
+
+
+class QuantizedAttention(Feature):
+    """Frees full KV once quantized blocks hold it, and lets prompts attend to quantized KV.
+
+    Attributes:
+        prefill: Attention of prompts; None if it is exact.
+    """
+
+    prefill: QuantizedPrefill | None = None
+
+    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+        """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
+        if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
+            return {}
+        model, quantizer = planner.model, next(m.quantizer for m in planner.served.methods if m.quantizer is not None)
+        partition = quantizer.partition
+        token = model.kv_heads * PromptCodes.token_bytes(model.head_dim, model.value_dim, partition)
+        if integer_prefill.is_supported_shape(planner.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
+            token += model.query_heads * integer_prefill.PrefillQueryCodes.query_bytes(model.head_dim, partition)
+        return {"prompt_codes": planner.row_tokens * token}
+
+    def on_graphs_captured(self, worker: Worker) -> None:
+        """Let the attention of prompts read quantized KV.
+
+        Raises:
+            OptionError: The kernels do not support the model's heads.
+        """
+        if self.args.kv_prefill != QUANTIZED:
+            return
+        self.prefill = QuantizedPrefill(worker.layout.layout, worker.buffers.first_head)
+        if worker.buffers.on_gpu:
+            QuantizedExtend(worker.model_runner, self.prefill).install()
+        else:
+            worker.model_runner.attn_backend.prefill = self.prefill
+
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
+        """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
+        compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
+        packing = [method for method in compressed_kv.methods if method.packs_all]
+        if options.why_full_kv_stays(self.args) is not None or not packing:
+            return None
+        shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
+        logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
+        prompts = None
+        if is_single_server and self.prefill is not None:
+            chunk = self.args.chunked_prefill_size
+            prompts = QuantizedPrompts(tree_cache.nodes, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
+        return QuantizedOnlyFullKV(
+            QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
+        )
+
+    def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+        """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""
+        freed_full_kv = batch.tree_cache.freed_full_kv
+        if freed_full_kv is not None:
+            freed_full_kv.begin_prompts(zip(batch.reqs, [state.cached_prompt_len for state in states], batch.prefix_lens))
+        lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
+        seeds = {state.row: token_seeds(state.prompt, length, batch.seq_lens.device) for state, length in zip(states, lengths)}
+        found = {} if freed_full_kv is None else {row: freed_full_kv.block_slots(row) for row in seeds}
+        return self.prefill.computing_prompts(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
+
+    def metrics(self, worker: Worker) -> Iterator[MetricValue]:
+        """Tokens of quantized-only KV."""
+        freed_full_kv = worker.compressed_kv.tree_cache.freed_full_kv
+        if isinstance(freed_full_kv, QuantizedOnlyKV):
+            yield "codes_alone_tokens", freed_full_kv.tokens

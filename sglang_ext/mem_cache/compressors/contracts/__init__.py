@@ -1,1 +1,0 @@
-"""Interfaces of compression methods, checks of their results, and the registry."""
