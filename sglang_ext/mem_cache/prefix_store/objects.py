@@ -1,0 +1,369 @@
+"""The objects of a prefix store: one page of one rank, its keys and values of all layers.
+
+An object has three parts, which can be read by range::
+
+    header      magic, version, settings, name of the page, sizes, checksums
+    anchors     4 bits a number, usable alone (layers/kernels/lynx)
+    residuals   what restores all bits of the numbers
+
+A reader of drafts reads header and anchors. An exact reader reads the residuals, too. The form "raw" has the numbers as they are, as raw
+anchors without residuals. docs/internals/prefix-store.md has the bytes.
+
+Whoever can write to a store can change answers: checksums detect damage, not forgery. A forged object can still not make a reader allocate
+more than a page needs, or write outside the given memory.
+
+Example::
+
+    form = ObjectFormat("SmolLM2", torch.bfloat16, layers=30, heads=3, head_dim=64, page_size=64)
+    page = StoredPage(form, page_hash, start=0)
+    backend.put(page.name, encode_object(page, tensors))
+    read_page(backend, StoredPage(form, page_hash, start=0), tensors)  # raises ObjectError: compute the page
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+
+import numpy as np
+import torch
+import xxhash
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
+from sglang_ext.layers.kernels.lynx.layout import ALIGNMENT, UNIT, PageLayout, PageTensors
+from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
+from sglang_ext.layers.kernels.lynx.scales import as_bytes
+from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
+
+FORMS = ("anchored", "raw", "packed")
+"""Values of ``--kv-store-form``. ``packed`` is refused for now."""
+MAGIC, VERSION = b"sglextKV", 1
+BITS, SINKS = 4, 4
+"""Bits of an anchor's codes, and first tokens of a prompt that anchors hold exactly."""
+SHORT_SCALES_FROM = 128
+"""Page size from which scales have 8 bits. That saves .25 bits a number at 128 tokens, .37 at 256, and none at 64."""
+HASH_BYTES, CHECKSUM_BYTES = 32, 16
+FIELDS = struct.Struct(f"<8sIIQQQ{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s")
+"""Magic, version, tensors, start, bytes of anchors and of residuals, digest of settings, page's hash, and checksums of anchors, residuals and
+restored bits. After the fields: uint32 sizes of each tensor's anchor, then of each residual, zeros, and the checksum of all before it."""
+
+
+class ObjectError(ValueError):
+    """An object that does not restore its page: missing, damaged, or not the expected one. Callers compute the page instead."""
+
+
+@dataclass(frozen=True)
+class ObjectFormat:
+    """The settings that all objects of one rank share. Other settings have another namespace.
+
+    Attributes:
+        model: Identifies the weights, and all else that changes KV.
+        dtype: Dtype of the KV: bfloat16, float16 or float32.
+        layers: Layers of this rank.
+        heads: KV heads of this rank.
+        head_dim: Channels of a head, equal for keys and values.
+        page_size: Tokens of a page.
+        rank, ranks: This rank, and the number of ranks.
+        form: ``anchored`` or ``raw``.
+
+    Raises:
+        OptionError: The form is unknown or not available, or the codec does not support such KV.
+    """
+
+    model: str
+    dtype: torch.dtype
+    layers: int
+    heads: int
+    head_dim: int
+    page_size: int
+    rank: int = 0
+    ranks: int = 1
+    form: str = "anchored"
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise OptionError(f"--kv-store-form {self.form}: pass anchored or raw")
+        if self.form == "packed":
+            raise OptionError("--kv-store-form packed is not available yet: pass anchored or raw")
+        try:
+            self.layout(0)
+        except ValueError as error:
+            raise OptionError(f"a prefix store does not support this KV: {error}") from error
+        if self.most_bytes > MAX_OBJECT_BYTES:
+            raise OptionError(f"pages of {self.page_size} tokens need objects of {self.most_bytes} bytes; pass a smaller --page-size")
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of a page: keys of all layers, then values of all layers."""
+        return 2 * self.layers
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the settings, the codec's settings, and the version."""
+        first, short = self.layout(0), self.page_size >= SHORT_SCALES_FROM
+        settings = asdict(self) | {"dtype": str(self.dtype), "version": VERSION, "bits": BITS, "sinks": first.sinks, "short_scales": short}
+        return sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the objects: 32 hexadecimal digits."""
+        return self.digest.hex()[:32]
+
+    def layout(self, start: int) -> PageLayout:
+        """Layout of each tensor of the page whose first token has prompt position ``start``."""
+        sinks, short = min(self.page_size, max(0, SINKS - start)), self.page_size >= SHORT_SCALES_FROM
+        return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, short, "exact")
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Size of a header."""
+        return _aligned(FIELDS.size + 8 * self.tensors + CHECKSUM_BYTES)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Size that no object exceeds."""
+        layout = self.layout(0)
+        return self.header_bytes + self.tensors * (_aligned(max(layout.raw_bytes, layout.coded_bytes)) + _aligned(_most_residual(layout)))
+
+
+@dataclass(frozen=True)
+class ObjectHeader:
+    """A header whose sizes are possible for its format.
+
+    Attributes:
+        anchors, residuals: Bytes of each tensor's streams.
+        anchor_checksum, residual_checksum, page_checksum: xxh3_128 of the anchors, of the residuals, and of the page's numbers.
+    """
+
+    anchors: tuple[int, ...]
+    residuals: tuple[int, ...]
+    anchor_checksum: bytes
+    residual_checksum: bytes
+    page_checksum: bytes
+
+    def encode(self, page: "StoredPage") -> bytes:
+        """The bytes of the header of ``page``."""
+        fields = FIELDS.pack(
+            MAGIC, VERSION, page.form.tensors, page.start, _packed_size(self.anchors), _packed_size(self.residuals), page.form.digest,
+            page.page_hash, self.anchor_checksum, self.residual_checksum, self.page_checksum,
+        )  # fmt: skip
+        content = fields + np.array([*self.anchors, *self.residuals], "<u4").tobytes()
+        content = content.ljust(page.form.header_bytes - CHECKSUM_BYTES, b"\0")
+        return content + xxhash.xxh3_128_digest(content)
+
+    @classmethod
+    def decode(cls, content: bytes, page: "StoredPage") -> "ObjectHeader":
+        """Decode and check the header of ``page``.
+
+        Raises:
+            ObjectError: It is damaged, or another version's, server's or page's, or its sizes are impossible.
+        """
+        form, layout = page.form, page.layout
+        magic, version, tensors, start, anchor_bytes, residual_bytes, digest, page_hash, *checksums = FIELDS.unpack_from(content)
+        # The version is first: the rest of another version's header may differ.
+        if magic != MAGIC or version != VERSION:
+            raise ObjectError(f"object {page.name} begins with {magic!r}, version {version}; expected are {MAGIC!r}, version {VERSION}")
+        if xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES]) != content[-CHECKSUM_BYTES:]:
+            raise ObjectError(f"object {page.name}: the header's checksum differs")
+        if (tensors, start, digest, page_hash) != (form.tensors, page.start, form.digest, page.page_hash):
+            raise ObjectError(f"object {page.name} is of another page, or of a server with other settings")
+        sizes = np.frombuffer(content, "<u4", 2 * form.tensors, FIELDS.size).tolist()
+        anchors, residuals = tuple(sizes[:tensors]), tuple(sizes[tensors:])
+        try:
+            most = [0 if form.form == "raw" or layout.is_raw(size) else _most_residual(layout) for size in anchors]
+        except ValueError as error:
+            raise ObjectError(f"object {page.name}: {error}") from error
+        if form.form == "raw" and set(anchors) != {layout.raw_bytes} or any(size > limit for size, limit in zip(residuals, most)):
+            raise ObjectError(f"object {page.name}: no tensor of this page has streams of {max(anchors)} and {max(residuals)} bytes")
+        if (anchor_bytes, residual_bytes) != (_packed_size(anchors), _packed_size(residuals)):
+            raise ObjectError(f"object {page.name}: {anchor_bytes} and {residual_bytes} bytes are not the sums of its streams")
+        return cls(anchors, residuals, *checksums)
+
+
+class StoredPage:
+    """A page in a store, which is read in three steps. The caller reads the ranges of many pages at once.
+
+    1. :meth:`first_range` has the header, and the anchors if no tensor is raw. Call :meth:`open` when it is filled.
+    2. :meth:`anchor_ranges` has the other anchors. :meth:`decode_anchors` needs it.
+    3. :meth:`residual_ranges` has the residuals. :meth:`restore` needs both.
+
+    Every step raises :class:`ObjectError` if the object is not what it should be.
+
+    Args:
+        form: Format of this rank's objects.
+        page_hash: Hash of all tokens up to the page's end, as ``page_hashes`` and SGLang's HiCache compute it: 32 bytes.
+        start: Prompt position of the page's first token.
+    """
+
+    def __init__(self, form: ObjectFormat, page_hash: bytes, start: int) -> None:
+        self.form, self.page_hash, self.start = form, page_hash, start
+        self.name = check_name(f"{form.namespace}/{page_hash.hex()}")
+        self.layout = form.layout(start)
+        self._header: ObjectHeader | None = None
+        self._first = self._anchors = self._residuals = torch.empty(0, dtype=torch.uint8)
+
+    def first_range(self) -> ReadRange:
+        """The part to read first. Every object of this format has as many bytes or more."""
+        layout = self.layout
+        size = layout.raw_bytes if self.form.form == "raw" or layout.always_raw else layout.coded_bytes
+        self._first = torch.empty(self.form.header_bytes + self.form.tensors * _aligned(size), dtype=torch.uint8)
+        return ReadRange(self.name, 0, _view(self._first))
+
+    def open(self) -> None:
+        """Check the header, after the memory of :meth:`first_range` was filled."""
+        content, found = self._first.split([self.form.header_bytes, len(self._first) - self.form.header_bytes])
+        header = ObjectHeader.decode(bytes(_view(content)), self)
+        missing = _packed_size(header.anchors) - len(found)
+        self._anchors = torch.cat([found, found.new_empty(missing)]) if missing else found
+        self._residuals, self._header = found.new_empty(_packed_size(header.residuals)), header
+
+    def anchor_ranges(self) -> list[ReadRange]:
+        """The anchors that the first range lacks. None unless tensors are raw."""
+        return self._ranges(len(self._first), self._anchors[len(self._first) - self.form.header_bytes :])
+
+    def residual_ranges(self) -> list[ReadRange]:
+        """The residuals. None if all tensors are raw."""
+        return self._ranges(self.form.header_bytes + len(self._anchors), self._residuals)
+
+    def decode_anchors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill tensors with the numbers of the anchors. See :meth:`restore`."""
+        header = self._opened()
+        self._check(self._anchors, header.anchor_checksum, "anchors")
+        self._decode(_unpack(self._anchors, header.anchors), None, tensors)
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill tensors with exactly the numbers that were stored. After an error their content is undefined.
+
+        Args:
+            tensors: Keys of all layers, then values: [page_size, heads, head_dim] or [page_size, channels] each, in host memory.
+        """
+        header = self._opened()
+        self._check(self._anchors, header.anchor_checksum, "anchors")
+        self._check(self._residuals, header.residual_checksum, "residuals")
+        residuals = _unpack(self._residuals, header.residuals)
+        self._decode(_unpack(self._anchors, header.anchors), residuals, tensors)
+        if _checksum_of_all(tensors) != header.page_checksum:
+            raise ObjectError(f"object {self.name}: the restored numbers are not those that were stored")
+
+    def _opened(self) -> ObjectHeader:
+        if self._header is None:
+            raise ObjectError(f"object {self.name} was not opened; fill its first range, and call open")
+        return self._header
+
+    def _ranges(self, offset: int, memory: torch.Tensor) -> list[ReadRange]:
+        self._opened()
+        return [ReadRange(self.name, offset, _view(memory))] if len(memory) else []
+
+    def _check(self, content: torch.Tensor, expected: bytes, what: str) -> None:
+        if xxhash.xxh3_128_digest(_view(content)) != expected:
+            raise ObjectError(f"object {self.name}: the checksum of its {what} differs")
+
+    @torch.inference_mode()
+    def _decode(self, anchors: list[torch.Tensor], residuals: list[torch.Tensor] | None, tensors: Sequence[torch.Tensor]) -> None:
+        outs = _checked(tensors, self)
+        try:
+            decode_page(anchors, residuals, self.layout, outs)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise ObjectError(f"object {self.name}: its streams are not those of a page: {error}") from error
+
+
+def encode_object(page: StoredPage, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """Encode a page to the parts of its object, for ``StoreBackend.put``. Equal pages have equal bytes.
+
+    Args:
+        page: The page, with its name.
+        tensors: Keys of all layers, then values: [page_size, heads, head_dim] or [page_size, channels] each, in host memory. Numbers need
+            not be finite.
+
+    Raises:
+        ValueError: The tensors do not fit the page's format.
+    """
+    parts = _checked(tensors, page)
+    if page.form.form == "raw":
+        streams = [Streams(raw(part), torch.empty(0, dtype=torch.uint8)) for part in parts.tensors]
+    else:
+        streams = encode_page(parts, page.layout)
+    anchors, residuals = (_pack(each) for each in zip(*streams, strict=True))
+    header = ObjectHeader(
+        tuple(len(each.anchor) for each in streams),
+        tuple(len(each.residual) for each in streams),
+        xxhash.xxh3_128_digest(_view(anchors)),
+        xxhash.xxh3_128_digest(_view(residuals)),
+        _checksum_of_all(tensors),
+    )
+    return [memoryview(header.encode(page)), _view(anchors), _view(residuals)]
+
+
+def read_page(backend: StoreBackend, page: StoredPage, tensors: Sequence[torch.Tensor], exact: bool = True) -> None:
+    """Read one page: exactly, or the numbers of its anchors alone. See :meth:`StoredPage.restore`.
+
+    Raises:
+        ObjectError: The store lacks the object or fails, or the object does not restore the page.
+    """
+    _fill(backend, [page.first_range()])
+    page.open()
+    _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+    if exact:
+        page.restore(tensors)
+    else:
+        page.decode_anchors(tensors)
+
+
+def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:
+    try:
+        filled = backend.read(ranges) if ranges else []
+    except StoreError as error:
+        raise ObjectError(str(error)) from error
+    if not all(filled):
+        raise ObjectError(f"object {ranges[filled.index(False)].name} is missing or shorter than its header says")
+
+
+def _checked(tensors: Sequence[torch.Tensor], page: StoredPage) -> PageTensors:
+    """The tensors, if they fit the page. Raises ValueError that names the difference."""
+    if len(tensors) != page.form.tensors:
+        raise ValueError(f"{len(tensors)} tensors: a page has {page.form.tensors}, keys of all layers, then values")
+    parts = PageTensors.from_tensors(tensors)
+    parts.check(page.layout, None)
+    return parts
+
+
+def _most_residual(layout: PageLayout) -> int:
+    """Size that no exact residual exceeds: no index takes more bits than a number, and blocks are padded."""
+    return layout.index_bytes + layout.tokens * layout.channels * layout.dtype.itemsize + layout.rows * layout.blocks * UNIT
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _packed_size(sizes: Sequence[int]) -> int:
+    return sum(map(_aligned, sizes))
+
+
+def _pack(streams: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Streams one after another, each at a multiple of ``ALIGNMENT``, with zeros between: uint8 [bytes]."""
+    packed = torch.zeros(_packed_size([len(stream) for stream in streams]), dtype=torch.uint8)
+    for stream, place in zip(streams, _unpack(packed, [len(stream) for stream in streams]), strict=True):
+        place.copy_(stream)
+    return packed
+
+
+def _unpack(packed: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The streams of :func:`_pack`, as views."""
+    places = packed.split([_aligned(size) for size in sizes])
+    return [place[:size] for place, size in zip(places, sizes, strict=True)]
+
+
+def _view(memory: torch.Tensor) -> memoryview:
+    return memoryview(memory.numpy())
+
+
+def _checksum_of_all(tensors: Sequence[torch.Tensor]) -> bytes:
+    """xxh3_128 of the numbers of all tensors."""
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(_view(as_bytes(tensor)))
+    return found.digest()
