@@ -6,11 +6,11 @@ An object has three parts, which can be read by range::
     anchors     4 bits a number, usable alone (layers/kernels/lynx)
     residuals   what restores all bits of the numbers
 
-A reader of drafts reads header and anchors. An exact reader reads the residuals, too. The form "raw" has the numbers as they are, as raw
-anchors without residuals. docs/internals/prefix-store.md has the bytes.
+A reader that drafts reads header and anchors. An exact reader also reads the residuals. In the form "raw", anchors are copies of the
+numbers, and residuals are empty. docs/internals/prefix-store.md lists the bytes.
 
-Whoever can write to a store can change answers: checksums detect damage, not forgery. A forged object can still not make a reader allocate
-more than a page needs, or write outside the given memory.
+Checksums detect damage, not forgery: a process that can write to the store can change answers. But no object makes a reader allocate more
+than a page needs, or write outside the given memory.
 
 Example::
 
@@ -271,7 +271,7 @@ class StoredPage:
 
 
 def encode_object(page: StoredPage, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """Encode a page to the parts of its object, for ``StoreBackend.put``. Equal pages have equal bytes.
+    """Encode a page to the parts of its object, none of them empty, for ``StoreBackend.put``. Equal pages have equal bytes.
 
     Args:
         page: The page, with its name.
@@ -294,7 +294,7 @@ def encode_object(page: StoredPage, tensors: Sequence[torch.Tensor]) -> list[mem
         xxhash.xxh3_128_digest(_view(residuals)),
         _checksum_of_all(tensors),
     )
-    return [memoryview(header.encode(page)), _view(anchors), _view(residuals)]
+    return [memoryview(header.encode(page)), _view(anchors)] + ([_view(residuals)] if len(residuals) else [])
 
 
 def read_page(backend: StoreBackend, page: StoredPage, tensors: Sequence[torch.Tensor], exact: bool = True) -> None:

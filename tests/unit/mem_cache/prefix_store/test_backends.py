@@ -13,9 +13,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
 
 SPACE = "0123456789abcdef"
 OTHER = "f" * 16
@@ -149,6 +151,17 @@ def test_an_object_is_read_as_it_was_written_by_another_connection_too(store: St
     assert read(other, name(1), 90, 200) == content(1)[90:290]
     assert read(other, name(1), 4999, 1) == content(1)[-1:]
     other.close()
+
+
+@pytest.mark.parametrize("form", ["anchored", "raw"])
+def test_a_page_of_kv_is_restored_from_every_store(store: StoreBackend, form: str) -> None:
+    torch.manual_seed(0)
+    page = StoredPage(ObjectFormat("a model", torch.bfloat16, layers=2, heads=2, head_dim=64, page_size=64, form=form), bytes(32), 0)
+    tensors, found = ([torch.randn(64, 2, 64).bfloat16() for _ in range(4)] for _ in range(2))
+    assert store.put(page.name, encode_object(page, tensors))
+    read_page(store, page, found)
+    store.delete([page.name])
+    assert all(map(torch.equal, found, tensors))
 
 
 def test_a_range_beyond_the_end_is_not_filled(store: StoreBackend) -> None:
