@@ -204,6 +204,18 @@ DESCRIPTIONS = {
             "over the best fixed length": lambda cell: pairs(over_best_fixed(cell)),
         },
     ),
+    "auto-cells-2": Description(
+        "auto-cells-2.json",
+        cells_of_arms,
+        {
+            "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
+            "stock, ms/token": times(STOCK),
+            "15 drafts": times("15"),
+            "`auto`": times(AUTO),
+            "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
+            "over 15 drafts": lambda cell: pairs([fast / own for fast, own in zip(cell["15"]["steady_ms"], cell[AUTO]["steady_ms"])]),
+        },
+    ),
     "speed": Description(
         "decode-32k.json", speed_rows, {"": column(0), "8 at once": column(1), "16 at once": column(2)}
     ),
