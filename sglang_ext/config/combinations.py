@@ -1,6 +1,6 @@
 """Combinations of options: conditions under which flags have an effect, and options that cannot be combined with a flag.
 
-Each has a reason and a remedy. flags.py refers to them.
+Each has a reason and a remedy. The table of flags (flags.py) uses them.
 """
 
 from sglang_ext.config import options

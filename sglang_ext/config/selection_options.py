@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 # Selection intervals for --kv-select-every auto, in steps, longest first. With the longest, a usual round selects once.
 INTERVALS = (16, 8, 4, 2, 1)
-# Maximum exchange buffer of each cache rank, in memory of the model's GPU, for keys and queries. And if it also holds values and rows that
-# the rank sends.
+# Maximum bytes of a cache rank's exchange buffer in memory of the model's GPU: for keys and queries; and for values and sent rows too.
 EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES = 256 << 20, 3 << 29
 # Default bits of the keys with which cache ranks on GPUs select.
 RANK_BITS = 8
@@ -151,7 +150,7 @@ def _check_share(args: KVServerArgs, context: int) -> None:
             f"in total, are always read, so that queries would select none: pass a larger share, for example 0.125, or a longer "
             f"--context-length, now {context}"
         )
-    # Contexts below this length are read completely soon, whatever is selected.
+    # Shorter contexts are compressed late, so that most of their tokens are read in any case.
     if enough > max(args.kv_sparse_from, 2 * MIN_CONTEXT):
         logger.warning(
             "sglang-ext: in contexts of fewer than %d tokens queries select none of the share %s of %s, because the first and the newest "

@@ -5,8 +5,8 @@ value, the allowed values and the remedy. A request with several prompts, or wit
 :func:`check_shape`, and for each prompt, by :func:`check_request`.
 ``--preferred-sampling-params``, the defaults of requests, are checked at start in the same way.
 
-SGLang sends requests to its scheduler with msgpack, which decodes each field as its declared type. A value of another type raises
-there, where nothing catches the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
+SGLang sends requests to its scheduler in msgpack. The scheduler raises if a field has another type than declared, and nothing catches
+the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
 pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.config.request_params.check` refuses.
 
 *Fields.* SGLang sends counters of each request to the frontend (managers/spec_decode/request_states.py). :func:`add_kv_fields` names them.
@@ -121,7 +121,7 @@ def check_request(
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
     _check_field_types(obj)
-    _check_room(manager.server_args, obj, params.get("n") or 1)
+    _check_bootstrap(manager.server_args, obj, params.get("n") or 1)
     original(manager, obj, input_ids)
     if input_ids is not None:
         if not input_ids:
@@ -255,7 +255,7 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         _check_type(f"session_params.{name}", value, known[name])
 
 
-def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
+def _check_bootstrap(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
     """Refuse a room, or the lack of a bootstrap host, with which a prefill or decode server has no counterpart."""
     mode = args.disaggregation_mode
     # SGLang's warm-up requests have no counterpart.

@@ -22,7 +22,7 @@ MODES = {
     "lossy": "decoding on compressed KV: answers are approximate",
 }
 IN_8_BITS = "drafts on compressed KV, verified on full KV received in 8 bits (--kv-reference int8): answers are those of such KV"
-# For disaggregated servers: the server's part, and how to send requests.
+# For disaggregated servers: the server's role, and how to send requests.
 ROLES = {
     "prefill": "prefill server: it computes prompts, and decode servers generate the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
