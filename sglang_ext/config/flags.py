@@ -197,7 +197,7 @@ TABLE: dict[str, Flag] = {
                 "the selections that arrive in time could differ between ranks, which must make equal decisions", "pass --tp-size 1",
             ),
             Refusal(
-                "--device {args.device}", lambda args: selection.ranks(args) > 0 and args.device not in ("cpu", "cuda"),
+                "--device {args.device}", lambda args: selection.num_cache_ranks(args) > 0 and args.device not in ("cpu", "cuda"),
                 "cache ranks work on a CPU or on NVIDIA GPUs", "pass --device cpu", needs_device=True,
             ),
         ),
@@ -208,7 +208,7 @@ TABLE: dict[str, Flag] = {
         group=SECTION_SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
-                "--device {args.device}", lambda args: selection.ranks(args) > 0 and not selection.has_gpu_ranks(args),
+                "--device {args.device}", lambda args: selection.num_cache_ranks(args) > 0 and not selection.has_gpu_ranks(args),
                 "cache ranks are on GPUs only if the model is", "pass --device cuda", needs_device=True,
             ),
         ),

@@ -73,7 +73,7 @@ class OfferedMethod:
 
 
 def offered_methods(args: KVServerArgs) -> tuple[OfferedMethod, ...]:
-    """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
+    """All methods of a server, the default of requests first. For arguments after :func:`resolve_methods`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
 
@@ -84,7 +84,7 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
+def method_specs(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
     """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions."""
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
@@ -100,7 +100,7 @@ def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
-def resolve(args: KVServerArgs) -> None:
+def resolve_methods(args: KVServerArgs) -> None:
     """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have."""
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
@@ -175,7 +175,7 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
         )
 
 
-def check_resolved(args: KVServerArgs) -> None:
+def check_methods(args: KVServerArgs) -> None:
     """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends."""
     found = offered_methods(args)
     if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":

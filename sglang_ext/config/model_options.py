@@ -5,7 +5,7 @@ from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 
 
-def check_resolved(args: KVServerArgs) -> None:
+def check_model(args: KVServerArgs) -> None:
     """Refuse attention backends, graphs and models (``OptionError``), after SGLang resolved its defaults."""
     if args.cuda_graph_config.prefill.backend == "full":
         raise OptionError(

@@ -181,7 +181,7 @@ def check_router() -> Check:
 
 def check_hooks() -> Iterator[Check]:
     """Yield one line for all hooks and private names, and one for each that does not match."""
-    table = hooking.entries()
+    table = hooking.required_names()
     problems = {entry.target: hooking.find_problem(entry) for entry in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())

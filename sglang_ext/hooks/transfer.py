@@ -111,7 +111,7 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
             req.disagg_kv_sender.abort()
 
 
-def note_launch(original: Callable, scheduler: "Scheduler") -> None:
+def record_launch(original: Callable, scheduler: "Scheduler") -> None:
     """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
     if torch.cuda.is_available():
         setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
