@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from argument_helpers import arguments
-from test_views import make_views
+from test_compressed_kv import make_views
 
 from sglang_ext_bench.options import file_name
 from sglang_ext.config import method_options, request_params
