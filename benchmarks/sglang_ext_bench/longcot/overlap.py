@@ -62,7 +62,7 @@ class Unshifted(Scoring):
     synchronous: ClassVar[bool] = True
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """Scores as in :class:`~sglang_ext.mem_cache.selection.scoring.PredictedScoring`, but without shifting the weights by one step."""
+        """Scores as in :class:`~sglang_ext_bench.baselines.scorings.PredictedScoring`, but without shifting the weights by one step."""
         method = RegressedQuery()
         positions = seen.positions[:, -method.window :]
         plain = seen.rotary.rotated(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])

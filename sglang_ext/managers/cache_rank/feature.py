@@ -278,7 +278,7 @@ class CacheRanks(Feature):
         if not planner.on_gpu:
             return {}
         records = 4 * tokens * planner.model.layers * planner.model.kv_heads if selection_options.has_remote_values(self.args) else 0
-        return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records}
+        return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.num_cache_ranks(self.args) + records}
 
     def selector(self, worker: Worker, method: CompressionMethod) -> CacheRankClient | None:
         """Start the cache ranks, wait until they are ready, and create their client. A rank that is not ready in time is logged, and used
@@ -289,7 +289,7 @@ class CacheRanks(Feature):
             OptionError: Rows of this model cannot be sent.
         """
         args = self.args
-        if not selection_options.ranks(args):
+        if not selection_options.num_cache_ranks(args):
             return None
         table = worker.req_to_token_pool.req_to_token
         of_model = method, worker.buffers, worker.memory.model.query_heads, worker.methods.rotary, worker.max_requests

@@ -64,7 +64,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     compressed_kv = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), mark_tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), async_selector=None,
+        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), async_selector=None, layout=PlainLayout(),
     )
     worker = SimpleNamespace(
         lossy=False,

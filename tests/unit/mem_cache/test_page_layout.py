@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_slot_codes import forward, pool
 from test_pointer_layout import choose_by, led_to
-from test_views import DIM, HEADS, LAYERS, make_views
+from test_compressed_kv import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.core import IntegrityError, RequestState
 from sglang_ext.managers.integrity import check_compressed

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_pointer_layout import guided_views, led_to
-from test_views import HEADS, LAYERS
+from test_compressed_kv import HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv

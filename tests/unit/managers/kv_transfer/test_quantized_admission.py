@@ -1,4 +1,4 @@
-"""A decode server's prompts that come as codes: what they are charged, which slots they get, and that all of them come back."""
+"""Prompts that a decode server receives as quantized KV: their admission, their slots, and that all slots are freed."""
 
 from array import array
 from types import SimpleNamespace
