@@ -1,6 +1,6 @@
 """Attention by layout of the compressed KV, and CUDA graphs of steps over it (decode_backend.py): one token per request.
 
-SGLang's own graphs read plain tokens.
+SGLang's own graphs cannot read these layouts.
 """
 
 import logging

@@ -1,8 +1,11 @@
 """Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of draft steps (decode_backend.py).
 
-In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products. With a scale for each channel of a
-group of tokens, ``q . (s * c + z) = (q * s) . c + q . z``. With a scale for each token, it is ``s_t * (q . c_t) + z_t * sum(q)``. Values
-are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
+In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products:
+
+- a scale for each channel of a group of tokens: ``q . (s * c + z) = (q * s) . c + q . z``
+- a scale for each token: ``q . (s_t * c_t + z_t) = s_t * (q . c_t) + z_t * sum(q)``
+
+Values are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
 and sums of rotated values are rotated back.
 
 Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels

@@ -203,7 +203,8 @@ class PagesDecode(PointerDecode):
 
 
 class SentRowsDecode(PointerDecode):
-    """Attends to rows that begin with K and V of compressed KV, as to any tokens: to the kernel these rows begin with no pointers."""
+    """Attends to rows that begin with K and V of compressed KV, as to any tokens: the kernel treats them as rows without
+    pointers."""
 
     copies = "compressed KV of --kv-compressor spade with rows from cache ranks"
     remedy = "pass --kv-cache-ranks 0"

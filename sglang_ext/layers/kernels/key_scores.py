@@ -307,7 +307,7 @@ class LogitsRequest(NamedTuple):
 
 
 def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: LogitsRequest) -> None:
-    """Compute logits with exact keys, and their normalizers. Arguments as in :func:`mark_tokens`."""
+    """Compute logits with exact keys, and their normalizers. Arguments as in select_tokens.py:mark_tokens."""
     heads, dim = like.shape[1:]
     group = queries.shape[2] // heads
 

@@ -124,7 +124,7 @@ class AsyncSelector(ABC):
 
     @abstractmethod
     def flush(self, row: int) -> None:
-        """Order later work of the current stream after all launched work for the request in ``row``.
+        """Make the current stream wait for all work launched for the request in ``row``.
 
         Called before its compressed KV gets other slots or is freed. No-op if nothing was launched.
         """
@@ -137,8 +137,10 @@ class AsyncSelector(ABC):
         """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
-        """Whether the request in ``row``, of ``tokens`` tokens, reads its full KV because nothing can select its tokens now. If so, a missing
-        selection is counted."""
+        """Whether the request in ``row`` must decode on its full KV: no cache rank can take its ``tokens`` tokens now.
+
+        Counts a missing selection if so.
+        """
         return False
 
     def num_held_tokens(self, row: int) -> int:
@@ -162,9 +164,9 @@ class AsyncSelector(ABC):
         return False
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
-        """Send the new ones of ``slots``, int64 [tokens], before a refresh of compressed KV of rows whose request lacks full KV here.
+        """Send the tokens that a refresh will cover and that the rank lacks, for a request whose full KV is remote-only.
 
-        ``slots`` are those of all tokens to cover. Returns whether all of them were sent. Does not wait.
+        ``slots``, int64 [tokens], are those of all tokens to cover. Returns whether all of them were sent. Does not wait.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
@@ -173,9 +175,9 @@ class AsyncSelector(ABC):
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
-        """The rows that a refresh copies, after :meth:`extend` has returned True for it.
+        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy.
 
-        The compressed KV is to cover ``covered`` tokens, and to keep ``keep`` per head.
+        Called after :meth:`extend` returned True.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
@@ -202,7 +204,7 @@ class StreamSelector(AsyncSelector):
         method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
         token_table: int32, SGLang's token table with the draft rows.
         selector: Runs the selection.
-        queries: The newest queries of each request. Its rings keep queries valid for the steps between two selections.
+        queries: The newest queries of each request. A ring is long enough that queries stay valid while a selection reads them.
         intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
 
@@ -233,7 +235,7 @@ class StreamSelector(AsyncSelector):
         contexts = SelectionContexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
         for interval in self._intervals:
-            # Rotate as far ahead as steps do: the first rotation by a new distance makes the host wait for the device.
+            # Use the same distances as steps: the first rotation by a new distance makes the host wait for the device.
             self._side.wait(self._launch_on_side(contexts, places, positions, interval + 1))
 
     def on_round_start(self, forwards: int, interval: int) -> None:

@@ -78,14 +78,13 @@ class CompressionMethod:
 
     @property
     def max_exact_tail(self) -> int:
-        """Largest number of exact tokens after such compressed KV before it packs new ones."""
+        """Maximum exact tokens after compressed KV that packs all tokens, before it packs new ones."""
         return self.recent + self.pack_after + PLAIN_STEPS - 1
 
     def next_refresh(self, reach: int) -> int:
         """Context length at which such compressed KV, made over ``reach`` tokens, packs new tokens.
 
-        That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. No round of other requests
-        is shortened for it.
+        That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. So the refresh shortens no round.
         """
         missing = self.covered(reach) + self.pack_after - reach
         return reach + -(-missing // PLAIN_STEPS) * PLAIN_STEPS
@@ -97,7 +96,7 @@ class CompressionMethod:
 
     @property
     def min_covered(self) -> int:
-        """Smallest number of tokens that compressed KV covers. With fewer than the tokens it may keep, it would drop none."""
+        """Minimum tokens that compressed KV covers. A context of fewer tokens than the method keeps would lose none."""
         return max(self.sinks + self.unit, self.compressor.most + 1)
 
     @property
@@ -126,7 +125,7 @@ class CompressionMethod:
 
     def full_name(self, compressor: Compressor) -> str:
         """Name of the compressed KV. ``compressor`` selected its tokens: the method's compressor, or the one that it delegates to."""
-        # A helper that is in no catalogue selects on behalf of its method.
+        # ``for_context`` may return a helper without a name of its own. Then use the method's name.
         name = compressor.name if compressor.name in COMPRESSORS else self.compressor.name
         return "+".join(part for part in (name, self.packs) if part) + self.suffix
 
@@ -182,7 +181,7 @@ class CompressedKVWriter:
         renewed: bool,
         kept: "torch.Tensor | NewestRows | None" = None,
     ) -> None:
-        """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
+        """Copy the selected KV of each layer to the owned slots, from token ``done`` on, and to a new segment's slots.
 
         Also writes the draft row, and records how much compressed KV it begins with.
 
@@ -194,8 +193,8 @@ class CompressedKVWriter:
             done: Tokens that the owned slots already hold.
             tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
             renewed: Whether the owned slots already hold the sinks.
-            kept: int64 [layers, kv_heads, count], positions that were selected before; or the rows to copy into the owned slots, which
-                already hold the rest; None if the method selects.
+            kept: Positions to keep, int64 [layers, kv_heads, count], if the selection exists; :class:`NewestRows` if only some rows change; None to
+                let the method select.
 
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
@@ -205,7 +204,7 @@ class CompressedKVWriter:
         targets = {rest: compressed.own[compressed.sinks + method.packing.packed_slots(done) :]}
         if new_segment is not None:
             targets[Part(new_segment.start, new_segment.end, new_segment.tokens)] = new_segment.slots
-        # If blocks leave tokens out, the newest queries belong to tokens that stay exact.
+        # With packed blocks the newest tokens stay exact, so use queries up to the end of the context.
         context = self._context(row, method, source, tokens if compressed.num_packed_slots else compressed.covered)
         with self._reported(method):
             compressor = method.compressor.for_context(context)
@@ -285,7 +284,7 @@ class CompressedKVWriter:
 
 
 def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
-    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
+    """First selection of a method whose layers select in the step: the newest tokens. None if it selects with recorded queries instead.
 
     Args:
         chooser: The request's compressor.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 # Compressed KV is refreshed when more exact tokens follow it than REFRESH_AFTER, and more than this share of its tokens. This bounds the
-# draft row's length and the cost of refreshes. A refresh reads the keys of the whole context. It takes as long as about 600 draft steps
-# lose when they read 512 tokens more (docs/benchmarks.md).
+# draft row's length and the cost of refreshes. A refresh reads the keys of the whole context. It takes as long as 512 more exact tokens cost in about
+# 600 draft steps.
 REFRESH_AFTER = 512
 REFRESH_SHARE = 1 / 8
 
@@ -60,7 +60,7 @@ def is_short(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
 
 
 def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether the request in ``row`` has its full KV here and nothing can select its tokens."""
+    """Whether the request in ``row`` must decode on its full KV, because no cache rank can select its tokens."""
     selector = compressed_kv.async_selector
     return selector is not None and not compressed_kv.can_lack_full_kv(row) and selector.must_read_full_kv(row, length)
 
@@ -70,12 +70,12 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
     if not _is_refresh_ready(compressed_kv, row, length):
         return 0
-    # Without full KV, a refresh frees more slots than it takes.
+    # No headroom without full KV: after the refresh, more slots are free than before.
     if not compressed_kv.compress(row, length, 0 if is_usable_without_refresh and compressed_kv.can_lack_full_kv(row) else headroom):
         if compressed_kv.is_refused(row):
             return WRONG_SCORES
         if compressed_kv.method(row).compressor.follows_queries and not is_usable_without_refresh:
-            # It may point to slots of a prompt that the prefix tree already had: SGLang has replaced those slots since.
+            # Its pointers may be stale: SGLang replaces slots of a prompt that the prefix tree already has.
             compressed_kv.release_compressed_kv(row)
             return NO_FREE_SLOTS
     return 0
@@ -98,8 +98,8 @@ def max_exact_tail(kept: int) -> int:
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
     """Largest number of tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
 
-    It is the sum of the tokens of two rounds (slots are freed one round later), of an incomplete page, and of tokens that arrive before
-    a refresh.
+    It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
+    refresh.
 
     Args:
         method: The compression method.
@@ -112,8 +112,8 @@ def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
 def is_compression_near(compressed_kv: CompressedKVCache, state: RequestState, end: int) -> bool:
     """Whether queries of tokens up to position ``end`` may be used to select the tokens of compressed KV.
 
-    Older queries need not be recorded, nor those of requests that are never drafted. Compressed KV covers whole units. The newest
-    queries before its end may therefore begin one unit earlier.
+    Queries of earlier tokens, and of requests that never draft, are not recorded. Compressed KV ends at a whole unit, so the queries before its end
+    may begin up to one unit earlier.
     """
     method, compressed = compressed_kv.method(state.row), compressed_kv.get(state.row)
     if not method.compressor.window or state.fallback not in RETRYABLE or compressed_kv.is_refused(state.row):

@@ -151,9 +151,9 @@ class QueryWindows:
     queries are not recorded. Callers check :meth:`has_enough` and wait.
 
     Attributes:
-        window: Largest number of queries that compressors need; 0 keeps nothing and makes every call free of cost.
+        window: Maximum queries that a compressor needs; 0: nothing is recorded.
         layers: Indices of the model's attention layers, in pool order.
-        extra_queries: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
+        extra_queries: Additional queries per ring: of rejected drafts, and of steps that run while a selection reads older queries.
         pool: The memory that :meth:`newest_places` indexes: [layers, places, heads, head_dim]; None if nothing is kept.
         has_step_queries: Whether graphs of draft steps record queries.
     """

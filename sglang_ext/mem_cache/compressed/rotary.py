@@ -38,7 +38,7 @@ class Rotary:
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
 
     def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Take back rotary embedding at ``positions``.
+        """Undo the rotation at ``positions``.
 
         Args:
             vectors: float [tokens, ..., dim].
@@ -58,7 +58,7 @@ class Rotary:
         return self._rotate_pairs(vectors, angles.cos(), angles.sin())
 
     def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
-        """Rotate vectors by ``count`` further positions, whatever their position, in few operations: float32 [..., dim]."""
+        """Rotate already rotated vectors by ``count`` more positions: float32 [..., dim]."""
         cos, sin, other = self._turn(count, vectors.shape[-1])
         if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
             from sglang_ext.layers.kernels.key_scores import rotate_queries

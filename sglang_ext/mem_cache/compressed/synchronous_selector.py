@@ -1,5 +1,7 @@
-"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions.
-Also chooses what observes the layers of a step."""
+"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention.
+
+Quest on a CPU selects in this way. ``observe_step`` returns the observer of a step's layers, for this and for asynchronous selection.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -1,4 +1,6 @@
-"""KVzip (Kim et al. 2025, arXiv 2505.23416) keeps what the model needs to repeat the context, whatever is asked later. KVzap predicts that.
+"""KVzip (Kim et al. 2025, arXiv 2505.23416) keeps the tokens that the model needs to repeat the context.
+
+KVzap predicts KVzip's scores.
 
 KVzip's scores of a document are computed before, and stored in a safetensors file, which is written atomically, with a checksum. It has
 ``scores``, float16 [layers, kv_heads, tokens], and ``chain``, uint8 [pages, 16], which identifies its tokens. Its header has the format's
@@ -260,7 +262,7 @@ class KVzip(Compressor):
         return self.online.needs_rotary
 
     def for_context(self, context: ContextKV) -> Compressor:
-        """Stored scores if the context begins with a document, otherwise the online method, which also gives all other results."""
+        """Return the stored scores if the context begins with a document, otherwise the online method."""
         found = None if self.index is None else self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 

@@ -87,9 +87,8 @@ class HostTier:
     """Copies KV between a device's slots and a pool of host pages.
 
     All calls come from one thread. A transfer starts after the work enqueued on the current stream before the call, and after the last
-    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done: whatever
-    writes, reads or frees them later waits for it (:meth:`Transfer.wait`). Host pages need no such care:
-    transfers of the same pages are ordered.
+    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done. Later work that writes,
+    reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered.
 
     Args:
         staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.

@@ -76,7 +76,10 @@ class TieredNode(TreeNode):
 
     @property
     def is_device_leaf(self) -> bool:
-        """Whether its device slots may be evicted next: it is unlocked, and no child has device slots, or it stays as quantized-only KV."""
+        """Whether its device slots may be evicted next.
+
+        It is unlocked, and either segments replace its full KV, or no child has device slots or such segments.
+        """
         if self.value is None or self.lock_ref:
             return False
         return bool(self.replacing_segments) or all(child.value is None and not child.replacing_segments for child in self.children.values())
@@ -332,7 +335,10 @@ class PrefixTree:
         return self.evictable - before
 
     def unlock(self, node: TieredNode) -> int:
-        """Undo one :meth:`lock`, and drop unlocked nodes whose KV is lost. Return the change of the evictable slots, at least 0."""
+        """Undo one :meth:`lock`, and drop nodes that no request locks any more and whose KV is lost.
+
+        Returns the change of the evictable slots, at least 0.
+        """
         before, lost = self.evictable, []
         while node is not self.root:
             node.lock_ref -= 1

@@ -37,7 +37,9 @@ REFRESH_RESERVE_TOKENS = 12
 
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
-    """The full KV that one scheduler process has freed. Its prefix tree has no host tier.
+    """The quantized-only KV of one scheduler process: full KV that was freed because quantized blocks hold its tokens.
+
+    The prefix tree has no host tier.
 
     Attributes:
         packing: Layout of blocks in slots.
@@ -111,7 +113,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self._own[row] = range(0, tokens)
 
     def set_recompute_source(self, row: int, sent: RecomputeSource) -> None:
-        """Allow the request in ``row`` to lack full KV: ``sent`` lets another server recompute it."""
+        """Set the server that recomputes the request in ``row``. Its full KV may then be freed."""
         self._recompute_sources[row] = sent
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
@@ -290,7 +292,7 @@ class QuantizedOnlyKV(FreedFullKV):
         return found
 
     def _kept_where_paths_diverge(self, req: "Req") -> int:
-        """Tokens that a prompt still computes and whose full KV stays: those before it diverges from another path within a block."""
+        """Tokens of a prompt whose full KV stays, because the prompt diverges from another path within their block."""
         node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.nodes.page_size
         key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key)
         rest = key.page_aligned(page)[node.end :]
@@ -305,5 +307,5 @@ def _is_unused(node: TieredNode, holders: list[CompressedRequest]) -> bool:
 
 
 def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:
-    """Tokens, of ``exact`` ones and ``more`` generated ones, that compressed KV covers by the time that the request has most exact tokens."""
+    """Tokens that compressed KV covers when the request has most exact tokens: it has ``exact`` now, and generates up to ``more``."""
     return max(0, exact + more - method.max_exact_tail)

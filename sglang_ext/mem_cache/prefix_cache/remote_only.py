@@ -92,7 +92,7 @@ class RemoteOnlyKV(FreedFullKV):
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
-        # It unlocks its whole path: nodes that no other request locks may be evicted.
+        # The request will unlock its whole path. Nodes that no other request locks may then be evicted.
         path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
 

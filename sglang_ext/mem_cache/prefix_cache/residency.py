@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class CompressedRequest:
-    """A running request that drafts on compressed KV, called a holder below.
+    """A running request with compressed KV, called a holder below.
 
     Attributes:
         node: The last node of its path in the prefix tree, which it locks.

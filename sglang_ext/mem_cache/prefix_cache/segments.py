@@ -1,4 +1,4 @@
-"""Compressed KV: that of one request, and segments, chunks of it that all requests whose paths contain them share."""
+"""Compressed KV of a request, and shared segments, which all requests with a common prefix read."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Segment:
-    """A compressed chunk that covers tokens ``[start, end)`` of a path. Its KV never changes.
+    """A shared segment: compressed KV of tokens ``[start, end)`` of a path in the tree. It never changes.
 
     Attributes:
         start, end: Positions from the root, in whole pages.
@@ -66,7 +66,7 @@ class CompressedKV:
         tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
         method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
         sinks: Slots at the beginning of ``own`` with the first tokens of the context, before the tokens in blocks.
-        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`CompressedKVCache` sets it.
+        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`~sglang_ext.mem_cache.compressed.cache.CompressedKVCache` sets it.
         own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
         back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
             overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
@@ -276,7 +276,8 @@ class Segments:
 
 
 def tiling(node: "TreeNode") -> tuple[Segment, ...]:
-    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not."""
+    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. Empty if the segments do not hold
+    all tokens."""
     found: list[Segment] = []
     begin = node.end
     while begin > node.start:

@@ -5,7 +5,7 @@ then a run of nodes that :meth:`TieredRadixCache.init_load_back` can make ready.
 nodes, and nodes on the device below one that is not. The match ends at the first node that is in neither tier and not quantized.
 
 This module has the methods that SGLang calls, and eviction from the device. The other parts of the tree are nodes.py, segments.py,
-host_store.py, residency.py, and quantized_only.py or remote_only.py.
+host_store.py, residency.py, freed_full_kv.py with quantized_only.py or remote_only.py, quantized_prompts.py and tree_integrity.py.
 """
 
 import heapq
@@ -218,7 +218,7 @@ class TieredRadixCache(RadixCache):
         """Let the tree own the full KV that a running request has so far, and lock its path. Then its row points to the tree's slots.
 
         Where the tree has freed device slots, the row keeps its old, stale slots: the code that freed them must load the KV before a
-        forward reads it. Without a tree the next chunk starts after the existing tokens.
+        forward reads it. If the prefix cache is disabled, the next chunk starts after the tokens computed so far.
         """
         if self.disable:
             if chunked:
@@ -345,7 +345,7 @@ class TieredRadixCache(RadixCache):
 
     def _candidate(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
         """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique."""
-        # These are last: a prompt in progress restored full KV from them, and its compressed KV will read them.
+        # Evict these last: a prompt in progress restored full KV from them, and its compressed KV will read them.
         awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
         return awaited, self.eviction_strategy.get_priority(node), -depth, rank, node, segment
 

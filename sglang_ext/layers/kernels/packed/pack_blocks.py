@@ -238,7 +238,8 @@ def pack_tiles(
 
 
 class PackedBlocks(Protocol):
-    """How the cells of a pool store the blocks of a quantizer: what kernels read of :class:`Packing`."""
+    """How the cells of a pool store the blocks of a quantizer: what kernels read of ``Packing``
+    (mem_cache/compressed/layouts/quantized_blocks.py)."""
 
     @property
     def quantizer(self) -> Quantizer: ...

@@ -1,7 +1,7 @@
 """Interfaces for how compressed KV is stored in slots of SGLang's pool, and the plain layouts, which store tokens unchanged.
 
-A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
-records how much compressed KV each row begins with. layers/attention/ has the attention over rows of each layout.
+A draft row of the token table begins with the slots of the compressed KV. The layout defines their content. It also has a table with the amount of
+compressed KV in each draft row. layers/attention/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod
@@ -115,7 +115,7 @@ class KVLayout(ABC):
         return None
 
     def step_selects(self, row: int, after: int) -> bool:
-        """Whether attention selects tokens for ``row`` in the next launched step, if the layout :attr:`selects_in_attention`.
+        """Record a launched step over ``row``. Returns whether its attention selects tokens, if the layout :attr:`selects_in_attention`.
 
         Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
         """
@@ -183,7 +183,7 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class RowCountLayout(KVLayout, Generic[Form]):
-    """A layout with a table.
+    """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
         layout: How compressed KV is stored in slots.

@@ -14,7 +14,7 @@ the lowest bits on. A kernel therefore unpacks contiguous channels by shift and 
 *Stochastic rounding* rounds a number between two codes up with a probability equal to its distance from the lower code. Sums of many
 numbers are therefore unbiased (HACK, arXiv 2502.03589). The noise comes from a hash, not from a random generator. Its inputs are the prompt
 before the token's page, the token's index, its layer, KV head and channel, and the kind. Ranks with different heads, and servers that pack
-the same prefix, therefore compute the same codes. Later tokens are no input: prompts that share a block share its codes, whatever follows. A
+the same prefix, therefore compute the same codes. Later tokens do not change the noise, so prompts with a common block have equal codes. A
 kernel computes the same as :func:`noise` (layers/kernels/packed/pack_blocks.py).
 """
 

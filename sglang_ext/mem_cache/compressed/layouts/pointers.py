@@ -4,10 +4,9 @@ A pointer is a slot number, int32. The pointers of a head are stored one after a
 slots in SGLang's pool, in each layer. With heads of 128 numbers of 16 bits, a slot stores 64 pointers per head. Pointers thus take little
 memory next to full KV, and the pool accounts for them. Full KV of a running request is locked, so that its slots do not change.
 
-Attention itself may select pages in each step by the step's query: Quest on a GPU. A Quest page is a page of SGLang's pool or a part of it.
-Its tokens are in consecutive slots, so that every sixteenth slot of a row begins a page of the context. Compressed KV covers and keeps
-whole pages, and a selection fills the pointers exactly. The other inputs of a selection are stored on the device by row of the token table,
-so that one CUDA graph serves all requests.
+Attention itself may select pages in each step by the step's query: Quest on a GPU. A Quest page is a pool page of SGLang, or a part of one: 16 tokens
+in consecutive slots. Compressed KV covers and keeps whole pages, and a selection fills the pointers exactly. The other inputs of a selection are
+stored on the device by row of the token table, so that one CUDA graph serves all requests.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Quantized compressed KV in SGLang's KV pool: the slots it takes, how it is written, and how it is read.
+"""Quantized blocks in SGLang's KV pool: their number of slots, writing and reading.
 
 Blocks are stored in ordinary slots, whose cells contain bytes instead of keys and values (block_layout.py). Each KV head's bytes stay in
 the head's own cells, so that ranks with different heads need no data of each other.
