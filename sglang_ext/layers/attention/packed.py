@@ -19,10 +19,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
-from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
+from sglang_ext.layers.kernels.packed.integer_attention import (
+    Partitioned,
+    product,
+    quantize_partitions,
+)
+from sglang_ext.layers.kernels.packed.packed_decode import (
+    choose_splits,
+    max_resident_programs,
+    packed_decode,
+)
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import (
+    Packing,
+    QuantizedLayout,
+)
 from sglang_ext.mem_cache.compressors.quantizer import code_values
 
 if TYPE_CHECKING:
@@ -167,7 +178,7 @@ def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
 class PackedDecode(CompressedDecode):
     """Attends to packed blocks, whose slots are counted in a table of the layout, and to the tokens after them."""
 
-    copies = "packed KV"
+    compressed_kv_name = "packed KV"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
     # Measured on an H200: the kernels' programs have one warp.
     busy = 4096

@@ -3,8 +3,8 @@
 :class:`StreamSelector` selects for compressed KV that consists of pointers:
 
 1. When a draft step ends a request's selection interval, the queries of that step start a selection on the second stream.
-2. The selection is written to spare slots of the compressed KV while the next steps run.
-3. At the end of the next interval, the compressed KV points to the new selection, and the old slots become the spare ones.
+2. The selection is written to back slots of the compressed KV while the next steps run.
+3. At the end of the next interval, the compressed KV points to the new selection, and the old slots become the back slots.
 
 Each selection therefore has a whole interval to finish, and which step reads it depends on the request alone. The streams wait for each
 other on the device only. Tokens that are newer than a selection follow the compressed KV in the draft row and are read exactly.
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
 from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class AsyncSelector(ABC):
     compressed KV of rows where cache ranks have the full KV, which this process then can free (remote_only.py).
 
     Attributes:
-        in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to spare slots.
+        in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to back slots.
         sends_rows: Whether it holds its requests' full KV, and sends K and V of the selected tokens.
         processes: Numbers of running and of started processes, if other processes select.
     """
@@ -259,7 +259,7 @@ class StreamSelector(AsyncSelector):
             self._launch_requests(compressed_kv, windows, ahead)
 
     def flush(self, row: int) -> None:
-        """Wait as :meth:`AsyncSelector.flush`, since the selection writes to spare slots."""
+        """Wait as :meth:`AsyncSelector.flush`, since the selection writes to back slots."""
         self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
@@ -288,13 +288,13 @@ class StreamSelector(AsyncSelector):
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
-        copies, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
-        for window, compressed in zip(windows, copies):
+        compressed_kvs, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
+        for window, compressed in zip(windows, compressed_kvs):
             numbers.append([window.row, compressed.covered, compressed.own_tokens, first])
             first += len(compressed.back_slots)
-        targets = torch.cat([compressed.back_slots for compressed in copies])
+        targets = torch.cat([compressed.back_slots for compressed in compressed_kvs])
         always = self._method.compressor.sinks, self._method.compressor.recent
-        lengths = tuple(compressed.covered for compressed in copies)
+        lengths = tuple(compressed.covered for compressed in compressed_kvs)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
         done = self._launch_on_side(contexts, places, positions, ahead)

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
-from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
+from sglang_ext.mem_cache.compressed.compression_method import (
+    CompressedKVWriter,
+    CompressionMethod,
+    initial_selection,
+)
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
@@ -244,20 +248,20 @@ class CompressedKVCache:
             shareable = method.covered(min(prefix.tokens, compressed.covered))
             end = shareable if shareable - end >= MIN_SHARED else end
         shared = method.num_kept(end - compressed.shared_len)
-        own = method.num_owned(compressed, end, shared)
+        own = method.num_own_tokens(compressed, end, shared)
         segment_slots = packing.held_slots(shared)
         end_of_own = segment_slots + compressed.sinks + packing.held_slots(own)
         spare = packing.held_slots(own) if self.async_selector is not None and not self.async_selector.in_place else 0
-        slots = self._slots_for(compressed.owned_slots, end_of_own + spare, headroom)
+        slots = self._resize_slots(compressed.owned_slots, end_of_own + spare, headroom)
         if slots is None:
             return False
-        renewed = len(compressed.own) > 0
+        has_sinks = len(compressed.own) > 0
         # Cloned: Triton would compile its kernels again for a tensor that is not aligned to 16 bytes.
         compressed.own, new_segment = slots[segment_slots:end_of_own].clone(), None
         selects_in_steps = self.async_selector is not None or self.layout.selects_in_attention
         compressed.back_slots = slots[end_of_own:].clone() if selects_in_steps else None
         # If all tokens are kept, packed tokens stay as they are: full KV does not change.
-        done = min(compressed.own_tokens, own) if method.compressor.keeps_all else 0
+        num_filled = min(compressed.own_tokens, own) if method.compressor.keeps_all else 0
         compressed.own_tokens, compressed.own_packed = own, packing.packed_slots(own)
         if shared:
             new_segment = Segment(
@@ -266,7 +270,7 @@ class CompressedKVCache:
             compressed.segments.append(new_segment)
         try:
             kept = self._resolve_selection(row, compressed)
-            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
+            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, num_filled, tokens, has_sinks, kept)
         except ScoresError as error:
             self._refuse(method, error)
             if new_segment is not None:
@@ -332,7 +336,7 @@ class CompressedKVCache:
         # Count once for all groups of layers.
         self.num_compressions[compressed.method] += layers.stop == len(self.buffers.keys)
 
-    def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
+    def _resize_slots(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """Grow or shrink ``slots``, int64, to ``count``. Returns None if the pool lacks the slots."""
         missing = count - len(slots)
         if missing <= 0:

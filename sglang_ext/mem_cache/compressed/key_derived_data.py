@@ -15,7 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.selection.scoring_keys import KeyQuantizer, KeySpec, QuantizedKeys
+from sglang_ext.mem_cache.selection.scoring_keys import (
+    KeyQuantizer,
+    KeySpec,
+    QuantizedKeys,
+)
 
 
 class KeyDerivedData(ABC):
@@ -59,12 +63,12 @@ class SlotCodes(KeyDerivedData):
         super().__init__(layer_ids)
         (slots, heads, dim), device = keys[0].shape, keys[0].device
         self.held = QuantizedKeys(KeySpec(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
-        self._coder = KeyQuantizer(keys, self.held)
+        self._quantizer = KeyQuantizer(keys, self.held)
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
         """Quantize the keys of the slots, as :meth:`KeyDerivedData.write`."""
-        self._coder.code(slots)
+        self._quantizer.quantize(slots)
 
 
 class PageExtremes(KeyDerivedData):

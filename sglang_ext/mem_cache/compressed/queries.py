@@ -196,13 +196,13 @@ class QueryWindows:
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
     @contextmanager
-    def recording(self, rows: tuple[RecordedRows, ...], watch: "LayerObserver | None" = None) -> Iterator[None]:
-        """Record the queries of ``rows`` of the forward inside this context. ``watch`` observes its layers."""
+    def recording(self, rows: tuple[RecordedRows, ...], observer: "LayerObserver | None" = None) -> Iterator[None]:
+        """Record the queries of ``rows`` of the forward inside this context. ``observer`` observes its layers."""
         rows = self._fitting(rows)
         if not rows:
             yield
             return
-        self._running, self._observer = rows, watch
+        self._running, self._observer = rows, observer
         try:
             with recording_to(self):
                 yield

@@ -22,10 +22,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
+from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
-from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
+from sglang_ext.mem_cache.compressors.compressor import (
+    Always,
+    Compressor,
+    ContextKV,
+    LayerKV,
+    Part,
+    RequiredFolder,
+)
+from sglang_ext.mem_cache.compressors.registry import (
+    PREDICTOR_FOLDER,
+    SCORES_FOLDER,
+    register,
+)
 from sglang_ext.mem_cache.scores import write_whole
 
 if TYPE_CHECKING:
@@ -45,7 +56,7 @@ MIN_MATCH = 128
 
 def page_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
     """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
-    return chained(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
+    return prefix_hashes(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
 
 
 class ScoreFileError(ValueError):

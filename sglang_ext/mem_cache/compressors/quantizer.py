@@ -13,7 +13,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import (
+    PARAMETER,
+    Grid,
+    Quantized,
+)
 
 # Largest float16: scales and zero points are clamped to it, so that they stay finite.
 LARGEST = torch.finfo(PARAMETER).max
@@ -54,8 +58,8 @@ class Quantizer(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        nearest_to_say = next(vars(base) for base in cls.__mro__ if {"finding", "quantize"} & vars(base).keys())
-        if "finding" not in nearest_to_say:
+        defining_class = next(vars(base) for base in cls.__mro__ if {"finding", "quantize"} & vars(base).keys())
+        if "finding" not in defining_class:
             cls.finding = None
 
     @abstractmethod

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (
+    NewTokenRatioTracker,
+)
 
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
@@ -135,7 +137,7 @@ class FreedFullKV(ABC):
 
     def block_slots(self, row: int) -> torch.Tensor | None:
         """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if it attends to full KV."""
-        return None if self.prompts is None else self.prompts.codes(row)
+        return None if self.prompts is None else self.prompts.block_slots(row)
 
     def can_insert(self, row: int) -> bool:
         """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""

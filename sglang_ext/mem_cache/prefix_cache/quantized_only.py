@@ -20,9 +20,13 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
+    FreedFullKV,
+    RecomputeSource,
+    SlotDemand,
+)
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
+from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ class QuantizedOnlyKV(FreedFullKV):
     packing: Packing
     method_of: "Callable[[Req], CompressionMethod | None]"
     recomputes: bool = True
-    holders: CompressedRequests = field(default_factory=CompressedRequests)
+    holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
@@ -77,7 +81,7 @@ class QuantizedOnlyKV(FreedFullKV):
         """
         self._decoding = dict(running)
         if self.prompts is not None:
-            self.prompts.decode(running)
+            self.prompts.on_decode_start(running)
         self._update()
         for row in running:
             if (holder := self.holders.by_row.get(row)) is not None:
@@ -112,9 +116,9 @@ class QuantizedOnlyKV(FreedFullKV):
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
         self._own[row] = range(0, tokens)
 
-    def set_recompute_source(self, row: int, sent: RecomputeSource) -> None:
+    def set_recompute_source(self, row: int, source: RecomputeSource) -> None:
         """Set the server that recomputes the request in ``row``. Its full KV may then be freed."""
-        self._recompute_sources[row] = sent
+        self._recompute_sources[row] = source
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
         """See :meth:`FreedFullKV.recompute_source`."""
@@ -147,7 +151,7 @@ class QuantizedOnlyKV(FreedFullKV):
             if segment.end < node.end:
                 nodes.split(node, segment.end - node.start)
             elif (cut := segments.boundary(segment, node.end)) < segment.end and cut > max(segment.start, node.start):
-                segments.part(segment, cut, node)
+                segments.split(segment, cut, node)
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
@@ -228,7 +232,7 @@ class QuantizedOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
-        if method is None or (compressed is None and tokens < method.shortest):
+        if method is None or (compressed is None and tokens < method.min_context):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
         if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
@@ -301,7 +305,7 @@ class QuantizedOnlyKV(FreedFullKV):
         return end - max(node.end, self.max_node_end(end))
 
 
-def _is_unused(node: TieredNode, holders: list[CompressedRequest]) -> bool:
+def _is_unused(node: TieredNode, holders: list[Holder]) -> bool:
     """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
     return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 

@@ -84,7 +84,7 @@ class RemoteOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if row is None else self.compressed_kv.get(row)
-        if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
+        if method is None or (compressed is None and (tokens < method.min_context or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)

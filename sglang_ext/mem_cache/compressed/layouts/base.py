@@ -13,8 +13,8 @@ import torch
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
@@ -114,7 +114,7 @@ class KVLayout(ABC):
         """Data beside the pool by which attention selects pages; None if it selects none."""
         return None
 
-    def step_selects(self, row: int, after: int) -> bool:
+    def record_step(self, row: int, after: int) -> bool:
         """Record a launched step over ``row``. Returns whether its attention selects tokens, if the layout :attr:`selects_in_attention`.
 
         Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
@@ -178,11 +178,11 @@ class ExchangedRowLayout(PlainLayout):
     shareable = False
 
 
-Form = TypeVar("Form")
+SlotLayoutType = TypeVar("SlotLayoutType")
 
 
 @dataclass(frozen=True)
-class RowCountLayout(KVLayout, Generic[Form]):
+class RowCountLayout(KVLayout, Generic[SlotLayoutType]):
     """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
@@ -190,11 +190,11 @@ class RowCountLayout(KVLayout, Generic[Form]):
         counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 
-    layout: Form
+    layout: SlotLayoutType
     counts: torch.Tensor
 
     @classmethod
-    def for_table(cls, layout: Form, token_table: torch.Tensor) -> Self:
+    def for_table(cls, layout: SlotLayoutType, token_table: torch.Tensor) -> Self:
         """Create the table for the rows of a token table, all 0."""
         return cls(layout, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
 

@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.core import IntegrityError
+from sglang_ext.mem_cache.compressed.key_derived_data import (
+    PageExtremes,
+    compute_extremes,
+)
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
-from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.layouts.base import (
+    PlainSlots,
+    RowCountLayout,
+    SlotLayout,
+)
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -173,8 +180,8 @@ class PagePointerLayout(PointerLayout):
             self.selected_at[:, row] = -self.every
             self.last_selections.pop(row, None)
 
-    def step_selects(self, row: int, after: int) -> bool:
-        """Predict as :meth:`KVLayout.step_selects` what the kernel decides by itself."""
+    def record_step(self, row: int, after: int) -> bool:
+        """Predict as :meth:`KVLayout.record_step` what the kernel decides by itself."""
         if self.every > 1:
             if after - self.last_selections.get(row, -self.every) < self.every:
                 return False
