@@ -115,7 +115,7 @@ def check_turned(device):
     for requests, layers, heads, dim, turning, interleaved in shapes:
         window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
         rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
-        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))
+        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._rotation(7, dim))
         found = rotate_queries(window.to(device)[:, :, 1], turn)
         assert found.transpose(0, 1).is_contiguous()
         assert torch.allclose(found.cpu(), rotary.rotate_ahead(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.rotary import Rotary
     from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
-# Smallest number of tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
+# Minimum tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
 # tokens stay as they are, so that this costs little.
 PACK_AFTER = 128
 

@@ -100,12 +100,12 @@ def _send_tokens_for_refresh(compressed_kv: CompressedKVCache, row: int, length:
 
 
 def max_unrefreshed_tail(kept: int) -> int:
-    """Largest number of exact tokens after compressed KV of ``kept`` tokens before a refresh, if it is not refreshed in each round."""
+    """Maximum exact tokens after compressed KV of ``kept`` tokens before a refresh, if it is not refreshed in each round."""
     return 1 + int(max(REFRESH_AFTER, REFRESH_SHARE * kept))
 
 
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
-    """Largest number of tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
+    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
 
     It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
     refresh.

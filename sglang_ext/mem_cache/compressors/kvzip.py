@@ -50,7 +50,7 @@ PAGE = 16
 HASH_BYTES = 16
 FORMAT = "1"
 SUFFIX = ".safetensors"
-# Smallest number of common tokens for a match. Fewer may be a chat template alone.
+# Minimum common tokens for a match. Fewer may be a chat template alone.
 MIN_MATCH = 128
 
 

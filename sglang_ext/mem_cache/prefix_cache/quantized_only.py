@@ -8,7 +8,7 @@ packs them, together with the last prompt tokens of the same block.
 
 A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
 tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
-again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (quantized_prompts.py).
+again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (prefix_cache/quantized_prompts.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence

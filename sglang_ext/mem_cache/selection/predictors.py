@@ -23,7 +23,7 @@ class QueryPredictor(ABC):
 
     Attributes:
         name: Name in ``--kv-select-by``.
-        window: Largest number of newest queries that it reads. It accepts fewer, from 1 on.
+        window: Maximum newest queries that it reads. It accepts fewer, from 1 on.
     """
 
     name: ClassVar[str]

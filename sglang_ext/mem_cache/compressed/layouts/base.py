@@ -173,7 +173,7 @@ class PlainLayout(KVLayout):
 
 
 class ExchangedRowLayout(PlainLayout):
-    """Each slot stores K and V of one token per layer and KV head. Another process replaces these rows with others (row_exchange.py)."""
+    """Each slot stores K and V of one token per layer and KV head. Another process replaces these rows with others (compressed/row_exchange.py)."""
 
     shareable = False
 
