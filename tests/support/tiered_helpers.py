@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -170,7 +174,7 @@ class World:
     def offload(self, node):
         """Back up a node and drop its device slots; how many."""
         self.cache.host.back_up(node).wait()
-        return self.cache.host.drop_device(node)
+        return self.cache.host.free_device_slots(node)
 
     def drop_path(self, node):
         """Back up and drop the device slots of a whole path; how many."""
@@ -179,7 +183,7 @@ class World:
                 self.cache.host.back_up(part).wait()
         dropped = 0
         for part in path(node):
-            freed = self.cache.host.drop_device(part)
+            freed = self.cache.host.free_device_slots(part)
             dropped += freed
             for req in self.running:
                 if freed and part in path(req.last_node):

@@ -12,14 +12,30 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, top_tokens
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring import (
+    QuestScoring,
+    Scoring,
+    ScoringInputs,
+    group_attention,
+    top_tokens,
+)
+from sglang_ext.mem_cache.selection.scoring_keys import (
+    SCORE_BITS,
+    KeySpec,
+    scoring_keys,
+)
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.baselines.scorings import PredictedScoring, RecentScoring, overlap
 from sglang_ext_bench.baselines.tova import TovaScoring
@@ -65,9 +81,9 @@ class Unshifted(Scoring):
         """Scores as in :class:`~sglang_ext_bench.baselines.scorings.PredictedScoring`, but without shifting the weights by one step."""
         method = RegressedQuery()
         positions = seen.positions[:, -method.window :]
-        plain = seen.rotary.rotated(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
+        plain = seen.rotary.rotate(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
         regressed = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
-        query = seen.rotary.rotated(regressed, positions[:, None, None, -1:]).squeeze(-2)
+        query = seen.rotary.rotate(regressed, positions[:, None, None, -1:]).squeeze(-2)
         return group_attention(query, seen.keys, seen.scaling, seen.beyond)
 
 
@@ -154,7 +170,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
         yield name, float(overlap(true, select(scoring, inputs, count), tokens).mean())
     for distance in DISTANCES:
         old = seen.queries[..., -1 - distance, :]
-        for name, query in (("distance", seen.rotary.rotated(old, torch.full((1,), distance))), ("distance, unrotated", old)):
+        for name, query in (("distance", seen.rotary.rotate(old, torch.full((1,), distance))), ("distance, unrotated", old)):
             selected = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
             yield f"{name} {distance}", float(overlap(true, selected, tokens).mean())
 

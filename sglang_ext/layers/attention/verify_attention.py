@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, fast_prefill_plan
+from sglang.srt.layers.attention.flashinfer_backend import (
+    FlashInferAttnBackend,
+    fast_prefill_plan,
+)
 from sglang.srt.utils import get_int_env_var
 
 from sglang_ext.layers.forward import check_supported, index_pointers, write_kv
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 # Bytes of partial results; more if one request needs more.
 WORKSPACE_BYTES = 256 << 20
 # Parts of all contexts together, KV heads counted, that keep a GPU busy; measured on an H200.
-BUSY = 512
+MIN_PARTS = 512
 FEWEST_PARTS, MOST_PARTS = 4, 64
 
 
@@ -42,7 +45,7 @@ def context_splits(requests: int, kv_heads: int, longest: int, exact_tile: int) 
     """Parts of each context in a batch of ``requests`` requests; the longest context has ``longest`` tokens."""
     if exact_tile:
         return ContextSplits(-(-longest // exact_tile), exact_tile)
-    wanted = BUSY // (requests * kv_heads)
+    wanted = MIN_PARTS // (requests * kv_heads)
     return ContextSplits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
 
 
@@ -160,11 +163,11 @@ class VerifyFlashInfer(FlashInferAttnBackend):
         contexts = 1 + -(-max_num_tokens // max_bs // self.max_context_len)
         super().init_cuda_graph_state(max_bs, contexts * max_bs, kv_indices_buf)
 
-    def has_room(self, requests: int, width: int) -> bool:
+    def fits_workspace(self, requests: int, width: int) -> bool:
         """Whether FlashInfer's workspace fits the partial results of ``requests`` requests with ``width`` tokens each; otherwise its plan fails."""
-        of = self.indices_updater_prefill
+        updater = self.indices_updater_prefill
         needed = self._full_cg_prefill_workspace_bytes(
-            requests, requests * width, num_qo_heads=of.num_qo_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim,
+            requests, requests * width, num_qo_heads=updater.num_qo_heads, num_kv_heads=updater.num_kv_heads, head_dim=updater.head_dim,
             device=self.workspace_buffer.device,
         )  # fmt: skip
         return needed <= self.workspace_buffer.numel()

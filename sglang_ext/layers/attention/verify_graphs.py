@@ -14,8 +14,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
+    get_batch_sizes_to_capture,
+)
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+    DecodeCudaGraphRunner,
+)
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.core import SPECULATIVE_ALGORITHM
@@ -106,25 +110,25 @@ def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend 
     with speculative(model_runner):
         sizes = get_batch_sizes_to_capture(model_runner, width)[0] if most is None else list(range(1, most + 1))
         with _batch_sizes(model_runner, capturable_sizes(attention, sizes, width)):
-            make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
+            reserve_logits_buffer(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
             return VerifyGraphRunner(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
-def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
+def reserve_logits_buffer(model_runner: "ModelRunner", tokens: int) -> None:
     """Let graphs that are captured later use a buffer for the logits of ``tokens`` tokens.
 
     SGLang's buffer fits the longest drafts for all requests, but only few requests at once have drafts that long
     (options.py:MAX_WIDE_REQUESTS).
     """
-    room = model_runner.graph_shared_output
-    if room is None or room.max_rows < tokens:
+    logits_buffer = model_runner.graph_shared_output
+    if logits_buffer is None or logits_buffer.max_rows < tokens:
         model_runner.graph_shared_output = GraphSharedOutput(device=model_runner.device, max_rows=tokens)
 
 
 def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
     """The batch sizes, ascending, that fit the attention's workspace. Larger batches are verified without a graph."""
-    has_room = getattr(attention, "has_room", None)
-    found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
+    fits_workspace = getattr(attention, "fits_workspace", None)
+    found = sizes if fits_workspace is None else [size for size in sizes if fits_workspace(size, width)] or sizes[:1]
     if found != sizes:
         logger.info(
             "sglang-ext: verifications of %s tokens of more than %s requests run without graphs, whose workspace would be larger than "
@@ -148,7 +152,9 @@ def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
     """The target's own attention, for verifications of ``width`` tokens per request."""
     if name == "fa3":
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+        from sglang.srt.layers.attention.flashattention_backend import (
+            FlashAttentionBackend,
+        )
 
         # It plans on the device, so a round does not need the lengths on the host.
         backend = FlashAttentionBackend(model_runner, fa_impl_ver=3)

@@ -7,9 +7,22 @@ import torch
 
 from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, ProtocolError, StagedTokens
+from sglang_ext.managers.cache_rank.protocol import (
+    BLOCK,
+    Attach,
+    KeyPiece,
+    Lease,
+    ProtocolError,
+    StagedTokens,
+)
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import (
+    ExactKeys,
+    KeyQuantizer,
+    KeySpec,
+    QuantizedKeys,
+    scoring_keys,
+)
 
 
 class KeyStore:
@@ -95,12 +108,12 @@ class KeyStore:
         if self._exact is None:
             for place, tokens, first in pulls:
                 memory.pull([StagedTokens(place, tokens, 0)], self._block)
-                self._coder.code(self._first[:tokens], first)
+                self._coder.quantize(self._first[:tokens], first)
             return
         for some in split_by_block(pulls):
             memory.pull(some, self._exact)
             if self._coder is not None:
-                self._coder.code(_target_slots(some, self._device))
+                self._coder.quantize(_target_slots(some, self._device))
             if self._values is not None:
                 memory.pull(some, self._values, values=True)
 

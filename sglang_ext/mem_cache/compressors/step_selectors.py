@@ -8,10 +8,22 @@ import torch
 
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
-from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
+from sglang_ext.mem_cache.compressors.compressor import (
+    Always,
+    Compressor,
+    ContextKV,
+    LayerKV,
+    Part,
+)
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, mark_always
+from sglang_ext.mem_cache.selection.scoring import (
+    QuestScoring,
+    Scoring,
+    ScoringInputs,
+    group_attention,
+    mark_always,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +150,7 @@ class Spade(StepSelector):
         queries = context.queries.transpose(1, 2)[None]
         predicted = self.predictor.predict(queries, context.query_positions[None], context.rotary)
         layers = enumerate(zip(predicted.unbind(1), context.buffers.scaling))
-        found = [attention(query, context.buffers.scored(at, context.slots), scaling) for at, (query, scaling) in layers]
+        found = [attention(query, context.buffers.scoring_keys(at, context.slots), scaling) for at, (query, scaling) in layers]
         return mark_always(torch.stack(found), self.sinks, self.recent)
 
     def query_scores(self, layer: LayerKV) -> torch.Tensor:

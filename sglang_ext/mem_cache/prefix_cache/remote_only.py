@@ -84,7 +84,7 @@ class RemoteOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if row is None else self.compressed_kv.get(row)
-        if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
+        if method is None or (compressed is None and (tokens < method.min_context or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
@@ -92,7 +92,7 @@ class RemoteOnlyKV(FreedFullKV):
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
-        # It unlocks its whole path: nodes that no other request locks may be evicted.
+        # The request will unlock its whole path. Nodes that no other request locks may then be evicted.
         path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
 

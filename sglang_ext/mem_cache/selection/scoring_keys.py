@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import SCORE_BITS
-from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
+from sglang_ext.mem_cache.compressed.layouts.block_layout import (
+    PARAMETER,
+    Grid,
+    Quantized,
+    pack_codes,
+    unpack_codes,
+)
 from sglang_ext.mem_cache.compressors.quantizer import quantize_evenly, whole
 
 if TYPE_CHECKING:
@@ -164,7 +170,7 @@ class KeyQuantizer:
         self._keys, self._held = tuple(keys), held
         self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
 
-    def code(self, slots: torch.Tensor, ahead: int = 0) -> None:
+    def quantize(self, slots: torch.Tensor, ahead: int = 0) -> None:
         """Quantize the keys in ``slots``, int64 [tokens], of all layers, into ``slots + ahead``. Does not wait for the device."""
         if not len(slots):
             return

@@ -5,26 +5,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+    DecodeCudaGraphRunner,
+)
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention import decode_graphs
 from sglang_ext.layers.attention.decode_backend import check_heads
-from sglang_ext.layers.attention.per_head import PagesDecode
 from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
+from sglang_ext.layers.attention.per_head import PagesDecode
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.draft import StepRunner
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
-from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
-from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import (
+    PagePointerLayout,
+    PointerLayout,
+)
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -158,7 +163,7 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
 @pytest.mark.parametrize("kind", [QuantizedLayout, RaggedHeadLayout, PointerLayout, PagePointerLayout])
 def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
     ran = []
-    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
+    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), compressed_kv_name="copies")
     graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
     layout = object.__new__(kind)
     reader = LAYOUT_READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)

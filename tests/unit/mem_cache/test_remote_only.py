@@ -16,11 +16,11 @@ from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBl
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
-from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
+from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 
 TAIL = 10
 
@@ -99,7 +99,7 @@ class Handed(World):
             async_selector=self.holder,
         )  # fmt: skip
         self.held = RemoteOnlyKV(self.cache.nodes, self.compressed_kv, self.holder, lambda req: method, TAIL)
-        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
+        self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.held)
 
     def renew(self, req):
         """As rounds do: a copy is made, or made anew where that can be."""

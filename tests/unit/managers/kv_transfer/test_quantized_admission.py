@@ -19,11 +19,14 @@ from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import (
+    Packing,
+    QuantizedLayout,
+)
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import retract_lost
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
@@ -47,7 +50,7 @@ class Decode:
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(packing, self.table.req_to_token),
         )  # fmt: skip
         self.codes = QuantizedOnlyKV(self.cache.nodes, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
-        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
+        self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.codes)
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
         self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
         worker, feature = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace())
@@ -101,7 +104,7 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
             break
         planned, charged, taken, slots = decode.admit(req)
         running.append((req, tokens))
-        assert (planned is None) == (tokens < decode.method.shortest)
+        assert (planned is None) == (tokens < decode.method.min_context)
         if planned is None:
             assert charged == tokens and taken == -(-tokens // page) * page
             continue
