@@ -176,8 +176,8 @@ TABLE: dict[str, Flag] = {
         requires=(HAS_SELECTOR, SELECTS_FEWER_THAN_ALL),
     ),
     "kv_select_every": Flag(
-        text="Steps between two selections of tokens. With --kv-mode verified, tokens are also selected after each verification. Cache "
-        "ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
+        text="Steps between two selections of tokens. With --kv-mode verified and without cache ranks, tokens are also selected after each "
+        "verification. Cache ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
         "acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
         group=SECTION_SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(HAS_SELECTOR,),
     ),

@@ -163,7 +163,7 @@ def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> Attention
         # A verification may exceed the end of a context; the token table is wide enough.
         backend.max_context_len += width
         return backend
-    from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
+    from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
 

@@ -285,7 +285,7 @@ class CacheRanks(Feature):
         once it is ready.
 
         Raises:
-            ExchangeBufferError: A GPU cannot read this GPU's memory.
+            ExchangeBufferError: A GPU cannot read this GPU's memory, or the system has too little shared memory.
             OptionError: Rows of this model cannot be sent.
         """
         args = self.args

@@ -112,6 +112,11 @@ class QuantizedKeys:
         self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, scales and zero points."""
+        return self.codes.nbytes + self.words.nbytes
+
     def write(self, start: int, keys: torch.Tensor) -> None:
         """Quantize and store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
         places = slice(start, start + keys.shape[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.layers.attention import verify_attention, verify_graphs
-from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
+from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import graph_capture
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
