@@ -127,7 +127,7 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 class TestRun:
     def test_right_answers_pass_and_are_counted(self, server: type[FakeServer], tmp_path: Path) -> None:
-        code, totals = run(tmp_path)
+        code, totals = run(tmp_path, "--minutes", "5", "--requests", "60")
         assert (code, totals["problems"], totals["retractions"]) == (0, [], 0)
         assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
         assert totals["streamed"] > 0 and totals["drafts"] == 2 * totals["accepted"] > 0
