@@ -51,7 +51,7 @@ class Lossy(World):
 
     def round(self, *requests):
         """The beginning of a round of these."""
-        self.codes.free_full_kv({req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
+        self.codes.free_full_kv([], {req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
 
     def decoding(self, tokens):
         """A request that was prefilled and decodes on its copy; its match."""

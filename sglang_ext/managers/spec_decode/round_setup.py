@@ -120,6 +120,25 @@ class FullKVProvider:
 
 
 @dataclass(frozen=True)
+class FreedFullKVProvider(FullKVProvider):
+    """Full-KV provider of mode lossy, if compressed KV or cache ranks replace full KV.
+
+    Attributes:
+        freed_full_kv: Frees the full KV.
+    """
+
+    freed_full_kv: "FreedFullKV"
+
+    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
+        """Free full KV at the start of a round."""
+        self.freed_full_kv.free_full_kv(reqs, drafting)
+
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """See :meth:`FullKVProvider.full_kv_start`."""
+        return self.freed_full_kv.full_kv_start(row, protected)
+
+
+@dataclass(frozen=True)
 class RoundSetup:
     """Sets up the rounds of one worker.
 

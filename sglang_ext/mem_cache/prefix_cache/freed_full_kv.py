@@ -6,7 +6,7 @@ their output. If another server sends a request's KV, that server recomputes it,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -94,6 +94,18 @@ class FreedFullKV(ABC):
         self.nodes.allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
         slots.zero_()
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
+
+    @abstractmethod
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """Free full KV that its replacement holds, at the start of a round of ``requests``.
+
+        The prefix tree already owns their prompts. ``compressed`` has those with compressed KV by row: the last node of the path, and the
+        number of tokens covered.
+        """
+
+    @abstractmethod
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """The first position from which a request's row points to its own full KV."""
 
     @abstractmethod
     def can_lack_full_kv(self, row: int) -> bool:

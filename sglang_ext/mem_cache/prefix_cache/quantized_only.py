@@ -11,7 +11,7 @@ tokens are dequantized into these slots before the next forward. Once its compre
 again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (prefix_cache/quantized_prompts.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import TYPE_CHECKING
@@ -74,16 +74,13 @@ class QuantizedOnlyKV(FreedFullKV):
         if self.prompts is not None:
             self.prompts.on_segment_split(first, rest)
 
-    def free_full_kv(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that compressed KV holds, at the start of a round.
-
-        ``running`` has the requests with compressed KV by row: the last node of the path, and the number of tokens covered.
-        """
-        self._decoding = dict(running)
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """See :meth:`FreedFullKV.free_full_kv`. Compressed KV holds it."""
+        self._decoding = dict(compressed)
         if self.prompts is not None:
-            self.prompts.on_decode_start(running)
+            self.prompts.on_decode_start(compressed)
         self._update()
-        for row in running:
+        for row in compressed:
             if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
@@ -156,7 +153,7 @@ class QuantizedOnlyKV(FreedFullKV):
                     nodes.split(node, cut - node.start)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
+        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:

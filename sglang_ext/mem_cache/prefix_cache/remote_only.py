@@ -8,12 +8,12 @@ If the rank's process ends, the request is lost. Steps in progress keep the rows
 next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
-from sglang_ext.mem_cache.prefix_cache.nodes import path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -36,14 +36,14 @@ class RemoteOnlyKV(FreedFullKV):
     method_of: "Callable[[Req], CompressionMethod | None]"
     tail: int
 
-    def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """See :meth:`FreedFullKV.free_full_kv`. Cache ranks hold it."""
         for req in requests:
             row, protected = req.req_pool_idx, req.cache_protected_len
-            compressed = self.compressed_kv.get(row)
-            if compressed is None or not protected <= compressed.covered <= self.ranks.num_held_tokens(row):
+            kv = self.compressed_kv.get(row)
+            if kv is None or not protected <= kv.covered <= self.ranks.num_held_tokens(row):
                 continue
-            if self.own_start(row, 0) >= compressed.covered:
+            if self.own_start(row, 0) >= kv.covered:
                 continue
             self.ranks.on_slots_freed(row, is_remote_only=True)
             if row not in self._own:
@@ -53,10 +53,10 @@ class RemoteOnlyKV(FreedFullKV):
                     req.last_node = self.nodes.root
                 self.compressed_kv.token_table[row, :protected] = 0
                 self._own[row] = range(protected, protected)
-            self._free_own_slots(row, protected, compressed.covered)
+            self._free_own_slots(row, protected, kv.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
+        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:

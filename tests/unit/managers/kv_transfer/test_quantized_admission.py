@@ -118,7 +118,7 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         where = decode.prompts.slots(req, planned)
         assert len(where.sinks) == where.begin == view.sinks and torch.equal(where.tail, slots)
         assert torch.equal(where.blocks, view.own[view.sinks :][: view.own_packed])
-    decode.codes.free_full_kv({row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.items()})
+    decode.codes.free_full_kv([], {row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.items()})
     for req, tokens in running:
         decode.end(req, tokens)
     assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.compressed_kv.items()
@@ -171,10 +171,10 @@ def test_codes_of_a_request_that_nobody_could_send_again_do_not_take_its_full_kv
     row = req.req_pool_idx
     assert decode.compressed_kv.compress(row, 500)
     running = {row: (decode.cache.root_node, decode.compressed_kv.get(row).covered)}
-    decode.codes.free_full_kv(running)
+    decode.codes.free_full_kv([], running)
     assert decode.codes.own_tokens == 0 and not decode.codes.can_lack_full_kv(row)
     decode.prompts.enable_recompute(decode.request(500, req_pool_idx=row), None)
-    decode.codes.free_full_kv(running)
+    decode.codes.free_full_kv([], running)
     assert decode.codes.own_tokens == decode.compressed_kv.get(row).covered and decode.codes.can_lack_full_kv(row)
 
 
