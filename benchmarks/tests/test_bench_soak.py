@@ -17,19 +17,8 @@ from bench_helpers import PROMPT
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.soaking import (
-    disaggregated,
-    external_server,
-    sending,
-    soak,
-    tool_calls,
-)
-from sglang_ext_bench.soaking.answers import (
-    LOGPROB_FIELDS,
-    LOST_LOGPROB,
-    AnswerError,
-    Sample,
-)
+from sglang_ext_bench.soaking import disaggregated, external_server, sending, soak, tool_calls
+from sglang_ext_bench.soaking.answers import LOGPROB_FIELDS, LOST_LOGPROB, AnswerError, Sample
 from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers
 from sglang_ext_bench.soaking.request_options import OPTIONS
 from sglang_ext_bench.soaking.tally import Tally

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache import allocation
-from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
-    get_batch_sizes_to_capture,
-)
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
 from sglang_ext.layers.forward import AttentionOverride
@@ -39,11 +37,7 @@ def capture_verify_graphs(
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
-    from sglang_ext.layers.attention.verify_graphs import (
-        VerifyGraphSet,
-        capture,
-        reserve_logits_buffer,
-    )
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
 
     widths, tokens = options.verify_widths(args), max_captured_tokens(args, model_runner)
     reserve_logits_buffer(model_runner, tokens)

@@ -11,20 +11,10 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.key_derived_data import (
-    PageExtremes,
-    compute_extremes,
-)
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PagePointerLayout,
-    Pointers,
-    as_pointers,
-)
-from sglang_ext.mem_cache.compressed.queries import (
-    record_queries,
-    set_key_write_callback,
-)
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 
@@ -85,10 +75,7 @@ class Paged:
 
     def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
-        from sglang_ext.layers.kernels.quest_pages import (
-            QUEST_GRIDS,
-            point_at_best_pages,
-        )
+        from sglang_ext.layers.kernels.quest_pages import QUEST_GRIDS, point_at_best_pages
 
         given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
         cells = as_pointers(self.there.keys[layer])

@@ -12,30 +12,14 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import (
-    QuestScoring,
-    Scoring,
-    ScoringInputs,
-    group_attention,
-    top_tokens,
-)
-from sglang_ext.mem_cache.selection.scoring_keys import (
-    SCORE_BITS,
-    KeySpec,
-    scoring_keys,
-)
+from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, top_tokens
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.baselines.scorings import PredictedScoring, RecentScoring, overlap
 from sglang_ext_bench.baselines.tova import TovaScoring

@@ -107,9 +107,9 @@ def cells_of_arms(report: Row) -> list[dict[str, Row]]:
     return [dict(zip(arms, cells)) for cells in zip(*arms.values())]
 
 
-def speeds(cell: Mapping[str, Row], arm: str) -> list[float]:
-    """Speed of an arm over stock's, wave by wave."""
-    return [stock / own for stock, own in zip(cell[STOCK]["steady_ms"], cell[arm]["steady_ms"])]
+def speeds(cell: Mapping[str, Row], arm: str, over: str = STOCK) -> list[float]:
+    """Speed of an arm over that of another one, wave by wave."""
+    return [other / own for other, own in zip(cell[over]["steady_ms"], cell[arm]["steady_ms"])]
 
 
 def over_best_fixed(cell: Mapping[str, Row]) -> list[float]:
@@ -121,6 +121,17 @@ def over_best_fixed(cell: Mapping[str, Row]) -> list[float]:
 def times(arm: str) -> Callable[[Mapping[str, Row]], Cell]:
     """Column of an arm's milliseconds per token, by wave."""
     return lambda cell: pairs(cell[arm]["steady_ms"])
+
+
+def auto_columns(*lengths: str) -> dict[str, Callable[[Mapping[str, Row]], Cell]]:
+    """Columns of a table of `auto-cells`, with these draft lengths."""
+    return {
+        "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
+        "stock, ms/token": times(STOCK),
+        **{f"{length} drafts": times(length) for length in lengths},
+        "`auto`": times(AUTO),
+        "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
+    }
 
 
 def speed_rows(report: Row) -> list[list[str]]:
@@ -192,29 +203,10 @@ def ratio(index: int) -> Callable[[tuple[str, list[float]]], Cell]:
 
 DESCRIPTIONS = {
     "auto-cells": Description(
-        "auto-cells.json",
-        cells_of_arms,
-        {
-            "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
-            "stock, ms/token": times(STOCK),
-            "7 drafts": times("7"),
-            "15 drafts": times("15"),
-            "`auto`": times(AUTO),
-            "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
-            "over the best fixed length": lambda cell: pairs(over_best_fixed(cell)),
-        },
+        "auto-cells.json", cells_of_arms, auto_columns("7", "15") | {"over the best fixed length": lambda cell: pairs(over_best_fixed(cell))}
     ),
     "auto-cells-2": Description(
-        "auto-cells-2.json",
-        cells_of_arms,
-        {
-            "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
-            "stock, ms/token": times(STOCK),
-            "15 drafts": times("15"),
-            "`auto`": times(AUTO),
-            "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
-            "over 15 drafts": lambda cell: pairs([fast / own for fast, own in zip(cell["15"]["steady_ms"], cell[AUTO]["steady_ms"])]),
-        },
+        "auto-cells-2.json", cells_of_arms, auto_columns("15") | {"over 15 drafts": lambda cell: pairs(speeds(cell, AUTO, over="15"))}
     ),
     "speed": Description(
         "decode-32k.json", speed_rows, {"": column(0), "8 at once": column(1), "16 at once": column(2)}

@@ -9,36 +9,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-    DecodeCudaGraphRunner,
-)
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from torch import Tensor
 
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
 from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
-from sglang_ext.layers.attention.per_head import (
-    PagesDecode,
-    PointerDecode,
-    RaggedHeadsDecode,
-    SentRowsDecode,
-    pointer_attention,
-    ragged_attention,
-)
+from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, ragged_attention
 from sglang_ext.layers.attention.verify_graphs import dummy_batch
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PagePointerLayout,
-    PointerLayout,
-)
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import (
-        ForwardBatch,
-        PPProxyTensors,
-    )
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 

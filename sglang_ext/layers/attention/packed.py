@@ -19,21 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
-from sglang_ext.layers.kernels.packed.integer_attention import (
-    Partitioned,
-    product,
-    quantize_partitions,
-)
-from sglang_ext.layers.kernels.packed.packed_decode import (
-    choose_splits,
-    max_resident_programs,
-    packed_decode,
-)
+from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
+from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import (
-    Packing,
-    QuantizedLayout,
-)
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressors.quantizer import code_values
 
 if TYPE_CHECKING:

@@ -11,20 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.decode_backend import (
-    EXACT_PARTS,
-    CompressedDecode,
-    split_counts,
-)
+from sglang_ext.layers.attention.decode_backend import EXACT_PARTS, CompressedDecode, split_counts
 from sglang_ext.layers.kernels.per_head_decode import pointer_decode, ragged_decode
 from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PagePointerLayout,
-    PointerLayout,
-    Pointers,
-    as_pointers,
-)
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
 if TYPE_CHECKING:

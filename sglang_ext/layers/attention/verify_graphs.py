@@ -14,12 +14,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
-from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
-    get_batch_sizes_to_capture,
-)
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-    DecodeCudaGraphRunner,
-)
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.core import SPECULATIVE_ALGORITHM
@@ -152,9 +148,7 @@ def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
     """The target's own attention, for verifications of ``width`` tokens per request."""
     if name == "fa3":
-        from sglang.srt.layers.attention.flashattention_backend import (
-            FlashAttentionBackend,
-        )
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
         # It plans on the device, so a round does not need the lengths on the host.
         backend = FlashAttentionBackend(model_runner, fa_impl_ver=3)

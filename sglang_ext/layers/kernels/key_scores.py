@@ -17,13 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gpu_launch import (
-    buffer_pointer,
-    halvings,
-    launch_first_fitting,
-    padded_size,
-    shape_name,
-)
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, halvings, launch_first_fitting, padded_size, shape_name
 
 # Maximum rows of a query block, and maximum blocks of a program. The kernel's code is unrolled over blocks; shared memory holds them all.
 LARGEST_ROWS, MOST_BLOCKS = 128, 4

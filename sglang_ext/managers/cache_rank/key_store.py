@@ -7,22 +7,9 @@ import torch
 
 from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import (
-    BLOCK,
-    Attach,
-    KeyPiece,
-    Lease,
-    ProtocolError,
-    StagedTokens,
-)
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, ProtocolError, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.scoring_keys import (
-    ExactKeys,
-    KeyQuantizer,
-    KeySpec,
-    QuantizedKeys,
-    scoring_keys,
-)
+from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
 
 
 class KeyStore:

@@ -22,20 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_ext.managers.kv_transfer.progressive.page_codec import (
-    EncodedPage,
-    PageCodec,
-    PlacedPage,
-    RawCodec,
-    page_ends,
-)
+from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage, RawCodec, page_ends
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
-from sglang_ext.managers.spec_decode.request_states import (
-    RequestStates,
-    fallback_reason,
-    is_token_only,
-)
+from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -24,14 +24,7 @@ from sglang_ext.managers.spec_decode.grammar import GrammarWalk
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
-from sglang_ext.managers.spec_decode.sampling import (
-    LogitRow,
-    RowSampler,
-    SampledTokens,
-    SamplerCache,
-    grammar_walks,
-    sampling_batch,
-)
+from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 

@@ -15,28 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
-from sglang_ext.managers.spec_decode.planner import (
-    DraftPlan,
-    RequestView,
-    RoundPlan,
-    RoundPlanner,
-)
+from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.compressed.policy import (
-    ensure_compressed_kv,
-    is_too_short_to_compress,
-    tokens_until_refresh,
-)
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_too_short_to_compress, tokens_until_refresh
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.managers.kv_offload.policy import OffloadPolicy
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
-        EarlyRequests,
-        FreedFullKV,
-    )
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
     from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
 

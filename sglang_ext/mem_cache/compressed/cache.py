@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.mem_cache.compressed.compression_method import (
-    CompressedKVWriter,
-    CompressionMethod,
-    initial_selection,
-)
+from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix

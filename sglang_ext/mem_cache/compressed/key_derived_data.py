@@ -15,11 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.selection.scoring_keys import (
-    KeyQuantizer,
-    KeySpec,
-    QuantizedKeys,
-)
+from sglang_ext.mem_cache.selection.scoring_keys import KeyQuantizer, KeySpec, QuantizedKeys
 
 
 class KeyDerivedData(ABC):

@@ -3,16 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import (
-    NO_FREE_SLOTS,
-    NO_QUERIES,
-    NO_SELECTION,
-    PLAIN_STEPS,
-    RETRYABLE,
-    SHORT_CONTEXT,
-    WRONG_SCORES,
-    RequestState,
-)
+from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows

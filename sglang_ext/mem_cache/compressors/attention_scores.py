@@ -8,12 +8,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import tf32_matmuls
-from sglang_ext.mem_cache.compressors.compressor import (
-    Always,
-    Compressor,
-    ContextKV,
-    LayerKV,
-)
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.registry import register
 
 

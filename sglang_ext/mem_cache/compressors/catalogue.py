@@ -7,22 +7,9 @@ from functools import cache
 from itertools import product
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import (
-    Compressor,
-    KeepAll,
-    RequiredFolder,
-)
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll, RequiredFolder
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.registry import (
-    COMPRESSORS,
-    DROPPING,
-    PACKING,
-    QUANTIZERS,
-    USER_METHODS,
-    DroppingMethod,
-    is_own,
-    name_of,
-)
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, DROPPING, PACKING, QUANTIZERS, USER_METHODS, DroppingMethod, is_own, name_of
 
 DEFAULT = "snapkv"
 # Names that flags are checked for.

@@ -24,19 +24,8 @@ from safetensors.torch import save
 from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
-from sglang_ext.mem_cache.compressors.compressor import (
-    Always,
-    Compressor,
-    ContextKV,
-    LayerKV,
-    Part,
-    RequiredFolder,
-)
-from sglang_ext.mem_cache.compressors.registry import (
-    PREDICTOR_FOLDER,
-    SCORES_FOLDER,
-    register,
-)
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
+from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
 from sglang_ext.mem_cache.scores import write_whole
 
 if TYPE_CHECKING:

@@ -9,16 +9,7 @@ import numpy
 import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Outliers, Quantized
-from sglang_ext.mem_cache.compressors.quantizer import (
-    LARGEST,
-    Finding,
-    Quantizer,
-    code_values,
-    grouped,
-    round_to_float16,
-    squeezed,
-    stored_above,
-)
+from sglang_ext.mem_cache.compressors.quantizer import LARGEST, Finding, Quantizer, code_values, grouped, round_to_float16, squeezed, stored_above
 from sglang_ext.mem_cache.compressors.registry import register_quantizer
 
 # Seed of the rotation, which is the same in all ranks and for all compressed KV.

@@ -13,11 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from sglang_ext.mem_cache.compressed.layouts.block_layout import (
-    PARAMETER,
-    Grid,
-    Quantized,
-)
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized
 
 # Largest float16: scales and zero points are clamped to it, so that they stay finite.
 LARGEST = torch.finfo(PARAMETER).max

@@ -8,22 +8,10 @@ import torch
 
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
-from sglang_ext.mem_cache.compressors.compressor import (
-    Always,
-    Compressor,
-    ContextKV,
-    LayerKV,
-    Part,
-)
+from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import (
-    QuestScoring,
-    Scoring,
-    ScoringInputs,
-    group_attention,
-    mark_always,
-)
+from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, mark_always
 
 
 @dataclass(frozen=True, kw_only=True)

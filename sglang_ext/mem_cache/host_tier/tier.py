@@ -16,18 +16,8 @@ import torch
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.host_pool import (
-    HostPool,
-    as_words,
-    check_alike,
-    runs,
-)
-from sglang_ext.mem_cache.host_tier.page_copies import (
-    FrameCopies,
-    LayerCopies,
-    PageBlocks,
-    ResidualPages,
-)
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool, as_words, check_alike, runs
+from sglang_ext.mem_cache.host_tier.page_copies import FrameCopies, LayerCopies, PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.transfers import (
     CopyStream,
     DeferredLaunches,

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (
-    NewTokenRatioTracker,
-)
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment

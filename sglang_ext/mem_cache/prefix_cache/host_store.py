@@ -21,11 +21,7 @@ from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
 from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth, HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Transfer, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, below
-from sglang_ext.mem_cache.prefix_cache.segments import (
-    PageSegments,
-    Segment,
-    distinct_segments,
-)
+from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, distinct_segments
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.utils import split_node_hash_value
 
-from sglang_ext.mem_cache.prefix_cache.segments import (
-    PageSegments,
-    Segment,
-    Segments,
-    set_anchors,
-)
+from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, Segments, set_anchors
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.host_tier.host_pool import HostPages

@@ -20,11 +20,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
-    FreedFullKV,
-    RecomputeSource,
-    SlotDemand,
-)
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment

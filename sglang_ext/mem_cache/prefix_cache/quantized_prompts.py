@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.nodes import (
-    PrefixTree,
-    SharedPrefix,
-    TieredNode,
-    path,
-)
+from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, SharedPrefix, TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:

@@ -37,10 +37,7 @@ from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.host_tier.tier import HostTier
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
-        EarlyRequests,
-        FreedFullKV,
-    )
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
     from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
 

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import SCORE_BITS
-from sglang_ext.mem_cache.compressed.layouts.block_layout import (
-    PARAMETER,
-    Grid,
-    Quantized,
-    pack_codes,
-    unpack_codes,
-)
+from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
 from sglang_ext.mem_cache.compressors.quantizer import quantize_evenly, whole
 
 if TYPE_CHECKING:

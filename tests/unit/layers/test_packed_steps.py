@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-    DecodeCudaGraphRunner,
-)
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
@@ -24,10 +22,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
-from sglang_ext.mem_cache.compressed.layouts.pointers import (
-    PagePointerLayout,
-    PointerLayout,
-)
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback

@@ -10,12 +10,7 @@ from tiered_helpers import World, kv_of
 
 from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.transfers import (
-    LaunchedTransfer,
-    Transfer,
-    TransferError,
-    TransferTracker,
-)
+from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer, TransferError, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.nodes import path
 

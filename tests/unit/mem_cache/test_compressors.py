@@ -13,12 +13,7 @@ from sglang_ext.mem_cache import compressors
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import (
-    LayerKV,
-    kept_count,
-    registry,
-    top_positions,
-)
+from sglang_ext.mem_cache.compressors import LayerKV, kept_count, registry, top_positions
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV, VerifyGuided
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.step_selectors import Spade

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.block_layout import (
-    SEED_PAGE,
-    BlockLayout,
-    lane,
-    noise,
-    token_seeds,
-)
+from sglang_ext.mem_cache.compressed.layouts.block_layout import SEED_PAGE, BlockLayout, lane, noise, token_seeds
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.integer_quantizers import Hack, stored_below

@@ -13,11 +13,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPageError, HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import pieces
-from sglang_ext.mem_cache.host_tier.tier import (
-    HostLinkBandwidth,
-    HostTier,
-    staging_bytes,
-)
+from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth, HostTier, staging_bytes
 from sglang_ext.mem_cache.host_tier.transfers import TransferError, TransferTracker
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8

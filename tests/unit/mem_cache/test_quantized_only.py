@@ -5,16 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lossy_helpers import (
-    HEADS,
-    SINKS,
-    WIDTH,
-    Lossy,
-    assert_near,
-    distinct,
-    kv_of_path,
-    numbers,
-)
+from lossy_helpers import HEADS, SINKS, WIDTH, Lossy, assert_near, distinct, kv_of_path, numbers
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE
 

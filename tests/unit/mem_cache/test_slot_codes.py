@@ -11,10 +11,7 @@ from test_compressed_kv import HEADS, LAYERS
 from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
-from sglang_ext.mem_cache.compressed.queries import (
-    record_queries,
-    set_key_write_callback,
-)
+from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module

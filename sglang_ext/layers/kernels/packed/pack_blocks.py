@@ -11,11 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gpu_launch import (
-    buffer_pointer,
-    dtype_name,
-    launch_first_fitting,
-)
+from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
 from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from sglang_ext.core import IntegrityError
-from sglang_ext.mem_cache.compressed.key_derived_data import (
-    PageExtremes,
-    compute_extremes,
-)
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import (
-    PlainSlots,
-    RowCountLayout,
-    SlotLayout,
-)
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 

@@ -13,19 +13,8 @@ import torch
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import (
-    PlainSlots,
-    RowCountLayout,
-    SlotLayout,
-)
-from sglang_ext.mem_cache.compressed.layouts.block_layout import (
-    BlockLayout,
-    Grid,
-    Quantized,
-    as_bytes,
-    lane,
-    noise,
-)
+from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, as_bytes, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
@@ -141,10 +130,7 @@ class Packing(SlotLayout):
             seeds: int32, of the tokens in ``sources``; None rounds to the nearest code.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.packed.pack_blocks import (
-                can_pack,
-                pack_blocks,
-            )
+            from sglang_ext.layers.kernels.packed.pack_blocks import can_pack, pack_blocks
 
             if can_pack(self, buffers):
                 pack_blocks(self, buffers, kept, sources, targets, seeds)

@@ -20,12 +20,7 @@ import torch
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
-from sglang_ext.mem_cache.compressors.compressor import (
-    Compressor,
-    ContextKV,
-    Part,
-    RaggedSelection,
-)
+from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part, RaggedSelection
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 
