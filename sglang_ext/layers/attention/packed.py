@@ -170,7 +170,7 @@ class PackedDecode(CompressedDecode):
     compressed_kv_name = "packed KV"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
     # Measured on an H200: the kernels' programs have one warp.
-    busy = 4096
+    min_parts = 4096
 
     layout: QuantizedLayout
 
