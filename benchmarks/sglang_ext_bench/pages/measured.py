@@ -113,9 +113,9 @@ def speeds(cell: Mapping[str, Row], arm: str, over: str = STOCK) -> list[float]:
 
 
 def over_best_fixed(cell: Mapping[str, Row]) -> list[float]:
-    """Speed of `auto` in each wave over the best fixed length, of which the mean over its waves counts."""
-    best = min(sum(cell[arm]["steady_ms"]) / len(cell[arm]["steady_ms"]) for arm in cell if arm not in (STOCK, AUTO))
-    return [best / own for own in cell[AUTO]["steady_ms"]]
+    """Speed of `auto` in each wave over the fastest fixed length in that wave."""
+    fixed_times = [cell[arm]["steady_ms"] for arm in cell if arm not in (STOCK, AUTO)]
+    return [min(others) / own for own, *others in zip(cell[AUTO]["steady_ms"], *fixed_times)]
 
 
 def times(arm: str) -> Callable[[Mapping[str, Row]], Cell]:
@@ -204,9 +204,6 @@ def ratio(index: int) -> Callable[[tuple[str, list[float]]], Cell]:
 DESCRIPTIONS = {
     "auto-cells": Description(
         "auto-cells.json", cells_of_arms, auto_columns("7", "15") | {"over the best fixed length": lambda cell: pairs(over_best_fixed(cell))}
-    ),
-    "auto-cells-2": Description(
-        "auto-cells-2.json", cells_of_arms, auto_columns("15") | {"over 15 drafts": lambda cell: pairs(speeds(cell, AUTO, over="15"))}
     ),
     "speed": Description(
         "decode-32k.json", speed_rows, {"": column(0), "8 at once": column(1), "16 at once": column(2)}
