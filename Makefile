@@ -27,7 +27,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve serve-pd port-is-free test test-all docs matrix clean
+.PHONY: help install serve serve-pd port-is-free test docs matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -146,14 +146,10 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \
 		--prefill-arg="$$PREFILL_ARGS" --decode-arg="$$DECODE_ARGS"
 
-SELECTED = -m 'not slow'
-test-all: SELECTED =
 test: $(TEST_STAMP)  ## run the tests (at most 30 minutes on 2 cores)
-test-all: $(TEST_STAMP)  ## run the tests, and those that are slow: kernels under SGLang's interpreter, GPU memory of all kernels
-test test-all:
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
-	.venv/bin/python -m pytest tests benchmarks/tests $(SELECTED) --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
+	.venv/bin/python -m pytest tests benchmarks/tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
 

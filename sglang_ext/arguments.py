@@ -22,7 +22,7 @@ from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 class CheckedServerArgs(KVServerArgs):
     """Server arguments that are parsed, checked and resolved.
 
-    With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
+    In mode ``full``, the default, only the flags of ``progressive`` transfers are checked.
 
     Raises:
         OptionError: A flag is out of range, unknown or cannot be combined, or the model is not supported. The message names the value, the

@@ -39,9 +39,9 @@ def check_flags(args: KVServerArgs) -> None:
     if transfers:
         _check_transfer(args)
     if compresses:
-        model_folder.check(args.model_path)
-        selection_options.resolve(args)
-        method_options.resolve(args)
+        model_folder.check_model_folder(args.model_path)
+        selection_options.resolve_selection(args)
+        method_options.resolve_methods(args)
         method_options.resolve_head_budgets(args)
     # Flags without an effect are logged in one line for each reason.
     ignored: dict[tuple[str, str], list[str]] = {}
@@ -78,13 +78,13 @@ def check_resolved(args: KVServerArgs) -> None:
     from sglang_ext.mem_cache.host_tier import host_memory
 
     check_device(args)
-    model_options.check_resolved(args)
-    method_options.check_resolved(args)
+    model_options.check_model(args)
+    method_options.check_methods(args)
     method_options.check_head_budgets(args)
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     served_methods.check_files(args)
     frontend.check_preferred(args)
-    hooking.check(args.kv_mode)
+    hooking.check_hooks(args.kv_mode)
     _check_sparse_from(args)
     _check_chunks(args)
     _warn_of_short_contexts(args)
@@ -137,7 +137,7 @@ def _warn_of_short_contexts(args: KVServerArgs) -> None:
     """Log if no context that the server accepts is long enough for compression."""
     # Compressed KV has whole pages, and if packed, whole blocks of them.
     page, lengths = args.page_size or 1, []
-    for quantizer in (each.quantizer for each in method_options.methods(args)):
+    for quantizer in (each.quantizer for each in method_options.method_specs(args)):
         if quantizer is None:
             lengths.append(max(MIN_CONTEXT, page))
         else:

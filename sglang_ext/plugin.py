@@ -1,7 +1,7 @@
 """The plugin's only entry point: SGLang calls :func:`register` in each process it starts.
 
-It adds sglang-ext to SGLang's registries (arguments, speculative algorithm, radix cache backend, transfer backend). None of it runs
-without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
+It adds sglang-ext to SGLang's registries (arguments, speculative algorithm, radix cache backend, transfer backend). Nothing uses
+these entries without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
 """
 
 import sys

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.baselines import SELECTORS
-from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
-from sglang_ext.tools import CommandError
-from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
-from sglang_ext_bench.longcot.flops import ModelShape, token_flops
-from sglang_ext_bench.speed.decode_wave import Stream
 from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
+from sglang_ext.tools import CommandError
+from sglang_ext_bench.__main__ import main
+from sglang_ext_bench.baselines import SELECTORS
+from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
+from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
+from sglang_ext_bench.longcot.flops import ModelShape, token_flops
+from sglang_ext_bench.speed.decode_wave import Stream
 
 CONFIG = {
     "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -337,10 +337,10 @@ def test_the_regression_without_its_shift_reads_the_steps_own_query_and_mixes_th
     plain[..., -1, :] = torch.randn(steps, 1, 1, dim, generator=noise)
     positions = torch.arange(50, 50 + window).expand(steps, -1)
     rotary = Rotary(1 / 10 ** torch.arange(dim // 2))
-    queries = rotary.rotated(plain, positions[:, None, None])
+    queries = rotary.rotate(plain, positions[:, None, None])
     keys = torch.randn(steps, 1, 1, 40, dim, generator=noise)
     seen = ScoringInputs(queries, positions, keys, 0.3, rotary)
-    mixed = rotary.rotated(plain[..., :1, :], positions[:, None, None, -1:]).squeeze(-2)
+    mixed = rotary.rotate(plain[..., :1, :], positions[:, None, None, -1:]).squeeze(-2)
     expected = overlap.group_attention(mixed, keys, 0.3)
     assert torch.allclose(overlap.Unshifted().scores(seen), expected, atol=1e-5)
 

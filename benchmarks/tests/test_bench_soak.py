@@ -17,19 +17,8 @@ from bench_helpers import PROMPT
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.soaking import (
-    disaggregated,
-    external_server,
-    sending,
-    soak,
-    tool_calls,
-)
-from sglang_ext_bench.soaking.answers import (
-    LOGPROB_FIELDS,
-    LOST_LOGPROB,
-    AnswerError,
-    Sample,
-)
+from sglang_ext_bench.soaking import disaggregated, external_server, sending, soak, tool_calls
+from sglang_ext_bench.soaking.answers import LOGPROB_FIELDS, LOST_LOGPROB, AnswerError, Sample
 from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers
 from sglang_ext_bench.soaking.request_options import OPTIONS
 from sglang_ext_bench.soaking.tally import Tally
@@ -127,7 +116,7 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 class TestRun:
     def test_right_answers_pass_and_are_counted(self, server: type[FakeServer], tmp_path: Path) -> None:
-        code, totals = run(tmp_path)
+        code, totals = run(tmp_path, "--minutes", "5", "--requests", "60")
         assert (code, totals["problems"], totals["retractions"]) == (0, [], 0)
         assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
         assert totals["streamed"] > 0 and totals["drafts"] == 2 * totals["accepted"] > 0

@@ -62,7 +62,6 @@ def test_the_list_runs_nothing(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are_refused_before(tmp_path):
     model = on_gpu.make_model_folder(tmp_path / "shapes")
     benches = tuple(f"{BENCH} {each} " for each in ("jobs", "longcot", "methods", "transfer"))

@@ -1,6 +1,6 @@
 """Combinations of options: conditions under which flags have an effect, and options that cannot be combined with a flag.
 
-Each has a reason and a remedy. flags.py refers to them.
+Each has a reason and a remedy. The table of flags (flags.py) uses them.
 """
 
 from sglang_ext.config import options
@@ -23,7 +23,7 @@ HAS_PROGRESSIVE_TRANSFER = Condition(
 )
 HAS_TIMELINE = Condition(
     f"{BACKEND_OPTION} or --kv-cache-ranks",
-    lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.ranks(args) > 0),
+    lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.num_cache_ranks(args) > 0),
     f"there are no cache ranks, and KV is not transferred with {BACKEND_OPTION}",
     f"pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or {PASS_BACKEND}",
 )

@@ -51,10 +51,10 @@ PROGRESSIVE: tuple[Refusal, ...] = (
 
 
 def quantized_transfer_settings(args: KVServerArgs) -> dict[str, bool | int | str]:
-    """Settings that both ends of a link must share if prompts are transferred quantized, with names that begin with :data:`CODES`.
+    """Return the settings that both servers must share to transfer prompts as quantized KV. Names begin with :data:`CODES`.
 
-    {} if none are. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing there reads the full KV
-    that compressed KV replaces.
+    {} if prompts are transferred as full KV. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing
+    there reads the full KV that compressed KV replaces.
     """
     exact = args.enable_deterministic_inference and args.device != "cpu"
     if not has_progressive_transfer(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:

@@ -70,7 +70,7 @@ TABLE: dict[str, Flag] = {
             Refusal(
                 "--disaggregation-mode {args.disaggregation_mode}",
                 lambda args: selection.has_attention_selector(args) and args.disaggregation_mode != "null",
-                "on a GPU forwards compute the extremes of keys, which would be unknown for keys from another server",
+                "on a GPU forwards compute the smallest and largest keys of pages, and these are not transferred with the KV",
                 "pass --kv-compressor spade", needs_device=True,
             ),
         ),
@@ -176,8 +176,8 @@ TABLE: dict[str, Flag] = {
         requires=(HAS_SELECTOR, SELECTS_FEWER_THAN_ALL),
     ),
     "kv_select_every": Flag(
-        text="Steps between two selections of tokens. With --kv-mode verified, tokens are also selected after each verification. Cache "
-        "ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
+        text="Steps between two selections of tokens. With --kv-mode verified and without cache ranks, tokens are also selected after each "
+        "verification. Cache ranks on GPUs select less often if they need longer for all requests. auto: the fastest interval by measured times and "
         "acceptance, with spade and --kv-mode verified without cache ranks; else 1.",
         group=SECTION_SELECTED, values=(Range(1, unit="steps"), "auto"), example=4, requires=(HAS_SELECTOR,),
     ),
@@ -197,7 +197,7 @@ TABLE: dict[str, Flag] = {
                 "the selections that arrive in time could differ between ranks, which must make equal decisions", "pass --tp-size 1",
             ),
             Refusal(
-                "--device {args.device}", lambda args: selection.ranks(args) > 0 and args.device not in ("cpu", "cuda"),
+                "--device {args.device}", lambda args: selection.num_cache_ranks(args) > 0 and args.device not in ("cpu", "cuda"),
                 "cache ranks work on a CPU or on NVIDIA GPUs", "pass --device cpu", needs_device=True,
             ),
         ),
@@ -208,7 +208,7 @@ TABLE: dict[str, Flag] = {
         group=SECTION_SELECTED, values=(Range(0),), example=1, requires=(IS_SPADE, HAS_RANKS, IS_NOT_PREFILL_SERVER),
         conflicts=(
             Refusal(
-                "--device {args.device}", lambda args: selection.ranks(args) > 0 and not selection.has_gpu_ranks(args),
+                "--device {args.device}", lambda args: selection.num_cache_ranks(args) > 0 and not selection.has_gpu_ranks(args),
                 "cache ranks are on GPUs only if the model is", "pass --device cuda", needs_device=True,
             ),
         ),
@@ -320,7 +320,7 @@ TABLE: dict[str, Flag] = {
             ONLY_VERIFIED,
             Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "nothing is loaded", "pass --kv-host-gb with a number of GB"),
         ),
-        warning="host memory loses bits on purpose; outputs stay correct, and some are recomputed",
+        warning="host memory loses bits on purpose; outputs stay correct, and some KV is recomputed",
     ),
     "kv_bench_codec": Flag(
         text="For benchmarks: outputs are useless. KV is sent in one piece, with a codec for comparison in place of --kv-reference's. "

@@ -1,5 +1,6 @@
-"""The compression methods that a server offers, of which a request selects one by name: allowed values and combinations, budgets by
-head, and the folders that methods read.
+"""The compression methods that a server offers. A request selects one by name.
+
+Checks of values and combinations, budgets by head, and the folders that methods read.
 
 The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
 """
@@ -45,7 +46,7 @@ class OfferedMethod:
         return catalogue.parse(self.compressor)[1]
 
     def is_named(self, asked: object) -> bool:
-        """Whether a name in a request means this method: its name or its public name, also with a budget written differently."""
+        """Whether a name in a request is this method's name or public name. The budget may be written differently (0.5, .50)."""
         if not isinstance(asked, str):
             return False
         if asked == self.name or asked == self.public_name:
@@ -72,7 +73,7 @@ class OfferedMethod:
 
 
 def offered_methods(args: KVServerArgs) -> tuple[OfferedMethod, ...]:
-    """All methods of a server, the default of requests first. For arguments after :func:`resolve`."""
+    """All methods of a server, the default of requests first. For arguments after :func:`resolve_methods`."""
     return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
 
 
@@ -83,7 +84,7 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[OfferedMethod, .
     return OfferedMethod(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
-def methods(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
+def method_specs(args: KVServerArgs) -> tuple[catalogue.MethodSpec, ...]:
     """The specification of each of :func:`offered_methods`, in the same order, with the flags' bits and partitions."""
     sizes = args.kv_bits, args.kv_partition
     return tuple(catalogue.method(offer.compressor, *(sizes if offer.quant_method else ())) for offer in offered_methods(args))
@@ -95,11 +96,11 @@ def drop_methods(args: KVServerArgs) -> set[str]:
 
 
 def shared_quant_method(found: tuple[OfferedMethod, ...]) -> str | None:
-    """The packing method of those methods that pack. None if none does."""
+    """The quantizer that all packing methods of a server share. None if no method packs."""
     return next((offer.quant_method for offer in found if offer.quant_method), None)
 
 
-def resolve(args: KVServerArgs) -> None:
+def resolve_methods(args: KVServerArgs) -> None:
     """Set the default budget. Refuse methods that the server does not have or cannot combine, and bits that they do not have."""
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
@@ -124,23 +125,23 @@ def resolve(args: KVServerArgs) -> None:
     _check_folders(args, tuple(offer.compressor for offer in found))
 
 
-def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
+def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, setting: str = "--kv-budget is {}") -> float:
     """Return the share of tokens that a method keeps.
 
     Args:
         compressor: NAME or NAME+NAME.
         budget: The requested share. None for the method's default.
         flag: The flag that names the compressor, for messages.
-        told: Format of the budget in messages.
+        setting: Format of the budget in messages.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
         return 1.0 if drops is None else DEFAULT_BUDGET
     if not BUDGETS.allows(budget):
-        raise OptionError(f"{told.format(budget)}; it is the share of the KV cache that is kept: pass {BUDGETS}, for example 0.25")
+        raise OptionError(f"{setting.format(budget)}; it is the share of the KV cache that is kept: pass {BUDGETS}, for example 0.25")
     if drops is None and budget < 1:
         raise OptionError(
-            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
+            f"{setting.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or add a method that drops "
             f"tokens: {flag} {catalogue.DEFAULT}+{compressor}"
         )
     return budget
@@ -174,7 +175,7 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
         )
 
 
-def check_resolved(args: KVServerArgs) -> None:
+def check_methods(args: KVServerArgs) -> None:
     """Refuse methods that hooks or attention cannot serve, after SGLang selected graphs, device and backends."""
     found = offered_methods(args)
     if catalogue.KVZAP in drop_methods(args) and args.cuda_graph_config.prefill.backend == "tc_piecewise":
@@ -195,8 +196,8 @@ def check_resolved(args: KVServerArgs) -> None:
             f"{', '.join(catalogue.builtin_names(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
     check_partitions(args, lambda: args.get_model_config().head_dim)
-    copies = f"packed KV of {flag} {packed.name}"
-    model_options.check_compressed_kv_backends(args, copies, f"a compressor that only drops tokens: {others}")
+    compressed_kv = f"packed KV of {flag} {packed.name}"
+    model_options.check_compressed_kv_backends(args, compressed_kv, f"a compressor that only drops tokens: {others}")
 
 
 def _packed_by(offer: OfferedMethod, packs: str) -> str:

@@ -28,7 +28,7 @@ def find_problem(model: str) -> str | None:
     return None
 
 
-def check(model: str) -> None:
+def check_model_folder(model: str) -> None:
     """Refuse a path without a model (``OptionError``), before SGLang queries the Hub for it. A name on the Hub may begin like a folder."""
     found = find_problem(model) if _is_path(Path(model), model) else None
     if found is not None and model.lower() not in ("none", "dummy"):

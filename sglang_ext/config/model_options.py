@@ -5,7 +5,7 @@ from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 
 
-def check_resolved(args: KVServerArgs) -> None:
+def check_model(args: KVServerArgs) -> None:
     """Refuse attention backends, graphs and models (``OptionError``), after SGLang resolved its defaults."""
     if args.cuda_graph_config.prefill.backend == "full":
         raise OptionError(
@@ -88,12 +88,12 @@ def _uses_sliding_window(text: object) -> bool:
 COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
-def check_compressed_kv_backends(args: KVServerArgs, copies: str, remedy: str) -> None:
+def check_compressed_kv_backends(args: KVServerArgs, compressed_kv: str, remedy: str) -> None:
     """Refuse devices, backends and schedules that cannot read compressed KV without plain tokens, after SGLang selected them.
 
     Args:
         args: The server's arguments.
-        copies: Name of the compressed KV, for messages.
+        compressed_kv: Name of the compressed KV, for messages.
         remedy: What to pass instead.
 
     Raises:
@@ -103,12 +103,12 @@ def check_compressed_kv_backends(args: KVServerArgs, copies: str, remedy: str) -
     if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):
         readers = ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COMPRESSED_KV_BACKENDS.items())
         raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} can be read on {readers}. "
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {compressed_kv} can be read on {readers}. "
             f"Pass one of these, or {remedy}."
         )
     if args.device != "cpu" and args.enable_deterministic_inference and can_offload_full_kv(args):
         raise OptionError(
-            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; a GPU reads {copies} one token per "
+            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; a GPU reads {compressed_kv} one token per "
             "request at a time: requests that decode on full KV in the same steps would round differently. "
             f"Pass --kv-full-tier device, or {remedy}."
         )

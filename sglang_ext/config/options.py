@@ -17,11 +17,11 @@ MAX_OFFLOAD_DRAFT_LENGTH = 256
 MAX_EARLY_DRAFTS = 64
 # The transfer backend that sends KV as anchor and residual, and its reference that sends KV in one piece.
 BACKEND, RAW = "progressive", "raw"
-# Maximum verifications of offloaded or arriving full KV in one forward. They are wide, and become ready one by one, as their loads do.
+# Maximum requests with offloaded or arriving full KV in one verification. They have many drafts, and become ready one at a time.
 MAX_WIDE_REQUESTS = 2
-# Their widths are multiples of this number of tokens per request. Extra tokens are computed and ignored.
+# Their widths are the longest one, and shorter ones in steps of this number of tokens per request. Extra tokens are computed and ignored.
 WIDE_STEP = 64
-# Maximum drafts with --kv-draft-length auto: 16 tokens of 4 query heads fill a tile of verifications, a 17th begins another.
+# Maximum drafts with --kv-draft-length auto. Verification tiles have 64 rows: 16 tokens of 4 query heads. A 17th token needs a second tile.
 AUTO_DRAFT_LENGTH = 15
 # Tokens of a narrow verification with auto: with moderate acceptance, short drafts are best, and need a shorter verification.
 NARROW_VERIFY = 5
@@ -87,14 +87,14 @@ def can_offload_full_kv(args: KVServerArgs) -> bool:
 
 
 def why_full_kv_stays(args: KVServerArgs) -> str | None:
-    """Why mode lossy keeps full KV in addition to compressed KV of all tokens, in a few words. None if it frees it."""
-    # Such a decode server computes no prompts. It is sent freed full KV again if it needs it.
+    """Why mode lossy keeps full KV that compressed KV or cache ranks could replace, in a few words. None if it frees it."""
+    # A decode server with progressive transfer computes no prompts. If it needs freed full KV, the prefill server sends it again.
     sent = args.disaggregation_mode == "decode" and has_progressive_transfer(args)
     for kept, why in (
         (args.kv_mode != "lossy", "verifications read it"),
         (args.kv_host_gb, "it moves to host memory when other requests need its slots"),
         (args.disaggregation_mode != "null" and not sent, "it is transferred"),
-        (args.disable_radix_cache and not sent, "quantized-only KV needs a prefix tree"),
+        (args.disable_radix_cache and not sent, "freeing full KV needs the prefix tree"),
         (args.enable_deterministic_inference and args.device != "cpu", "in deterministic mode compressed KV cannot be read together with full KV"),
     ):
         if kept:

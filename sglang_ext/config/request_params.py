@@ -73,7 +73,7 @@ MAX_LENGTH = 40
 """Longest key that is compared, in characters. Comparing takes time quadratic in the length, and the client chooses the length."""
 
 
-def check(args: KVServerArgs, custom_params: object, has_processor: bool = False) -> None:
+def check_params(args: KVServerArgs, custom_params: object, has_processor: bool = False) -> None:
     """Refuse unknown parameters, and values that this server cannot serve.
 
     Args:

@@ -1,5 +1,5 @@
-"""The server's arguments, and the classes of the table of flags (flags.py): a flag, its allowed values, the conditions for its effect, and
-refused combinations.
+"""The server's arguments, and the classes of the table of flags (flags.py):
+:class:`Flag`, :class:`Range`, :class:`Condition`, :class:`Refusal`.
 
 Texts may name values of the arguments, as in ``--tp-size {args.tp_size}``.
 """
@@ -215,7 +215,7 @@ class Flag(Arg):
         group: Section of the documents.
         values: Allowed values and ranges. Empty if a function checks the flag.
         example: A usual value, for messages.
-        scope: Condition for the flag to be read at all. If it fails, its value is not checked, and the log names the flag.
+        scope: Condition under which the server reads the flag. Otherwise its value is not checked, and the log says that the flag has no effect.
         requires: Further conditions for an effect. The log names a flag of which one is not met.
         conflicts: Combinations that are refused.
         warning: Consequence of the flag that the log names.

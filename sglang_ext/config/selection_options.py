@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 # Selection intervals for --kv-select-every auto, in steps, longest first. With the longest, a usual round selects once.
 INTERVALS = (16, 8, 4, 2, 1)
-# Maximum exchange buffer of each cache rank, in memory of the model's GPU, for keys and queries. And if it also holds values and rows that
-# the rank sends.
+# Maximum bytes of a cache rank's exchange buffer in memory of the model's GPU: for keys and queries; and for values and sent rows too.
 EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES = 256 << 20, 3 << 29
 # Default bits of the keys with which cache ranks on GPUs select.
 RANK_BITS = 8
@@ -63,11 +62,11 @@ def selection_intervals(args: KVServerArgs) -> tuple[int, ...]:
 
     A server chooses only for spade in mode verified: in mode lossy, answers would depend on times. Cache ranks choose their own interval.
     """
-    chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and is_spade(args) and not ranks(args)
+    chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and is_spade(args) and not num_cache_ranks(args)
     return INTERVALS if chooses else (selection_interval(args),)
 
 
-def ranks(args: KVServerArgs) -> int:
+def num_cache_ranks(args: KVServerArgs) -> int:
     """Number of cache ranks to start, 0 for none. A server that only prefills has no steps."""
     return args.kv_cache_ranks if is_spade(args) and args.disaggregation_mode != "prefill" else 0
 
@@ -96,14 +95,14 @@ def has_remote_values(args: KVServerArgs) -> bool:
     They do in mode lossy, where no verification reads full KV here. On GPUs only if full KV is freed: otherwise selected tokens are read
     from the pool.
     """
-    if not ranks(args) or args.kv_mode != "lossy":
+    if not num_cache_ranks(args) or args.kv_mode != "lossy":
         return False
     return not has_gpu_ranks(args) or (args.disaggregation_mode == "null" and options.why_full_kv_stays(args) is None)
 
 
 def has_gpu_ranks(args: KVServerArgs) -> bool:
     """Whether cache ranks select on GPUs of their own. Known after SGLang selected the device."""
-    return ranks(args) > 0 and args.device == "cuda"
+    return num_cache_ranks(args) > 0 and args.device == "cuda"
 
 
 def exchange_buffer_bytes(args: KVServerArgs) -> int:
@@ -117,7 +116,7 @@ def cache_rank_gpus(args: KVServerArgs) -> list[int]:
     return [first + each for each in range(args.kv_cache_ranks)]
 
 
-def resolve(args: KVServerArgs) -> None:
+def resolve_selection(args: KVServerArgs) -> None:
     """Refuse more cache ranks than cores, and set the budget from the share of selected tokens, before the budget is checked."""
     if args.kv_cache_ranks > (cores := len(os.sched_getaffinity(0))):
         raise OptionError(
@@ -151,7 +150,7 @@ def _check_share(args: KVServerArgs, context: int) -> None:
             f"in total, are always read, so that queries would select none: pass a larger share, for example 0.125, or a longer "
             f"--context-length, now {context}"
         )
-    # Contexts below this length are read completely soon, whatever is selected.
+    # Shorter contexts are compressed late, so that most of their tokens are read in any case.
     if enough > max(args.kv_sparse_from, 2 * MIN_CONTEXT):
         logger.warning(
             "sglang-ext: in contexts of fewer than %d tokens queries select none of the share %s of %s, because the first and the newest "
@@ -160,7 +159,7 @@ def _check_share(args: KVServerArgs, context: int) -> None:
         )  # fmt: skip
 
 
-def check_resolved(args: KVServerArgs) -> None:
+def check_selection(args: KVServerArgs) -> None:
     """Refuse more tokens than a context has, and cache ranks that do not fit the model, after SGLang read the model's config."""
     if not has_selector(args):
         return
@@ -178,7 +177,7 @@ def check_resolved(args: KVServerArgs) -> None:
             f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
             "that, for example 4"
         )
-    if ranks(args):
+    if num_cache_ranks(args):
         _check_against_model(args)
 
 
@@ -227,7 +226,7 @@ def _check_against_model(args: KVServerArgs) -> None:
 def check_layer_packs(args: KVServerArgs, layers: int) -> None:
     """Refuse packs of more layers than a model has."""
     pack = args.kv_pack_layers
-    if ranks(args) and pack != "auto" and pack > layers:
+    if num_cache_ranks(args) and pack != "auto" and pack > layers:
         raise OptionError(f"--kv-pack-layers is {pack}, and the model has {layers} layers: pass a number up to that, or auto")
 
 
@@ -237,11 +236,11 @@ def max_selected_tokens(args: KVServerArgs) -> int:
 
 
 def spade(args: KVServerArgs) -> "Spade":
-    """The spade method with the flags' settings. For arguments after :func:`resolve`."""
+    """The spade method with the flags' settings. For arguments after :func:`resolve_selection`."""
     from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
-    each_round = args.kv_mode == "verified" and not ranks(args)
+    each_round = args.kv_mode == "verified" and not num_cache_ranks(args)
     return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
 
 

@@ -43,7 +43,7 @@ CACHE_RANKS = "cache ranks"
 SHARED_FOLDER = Path("/dev/shm")
 RANKS_REMEDY = (
     "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
-    "--kv-cache-ranks: tokens are then selected between steps"
+    "--kv-cache-ranks: tokens are then selected between steps, on a GPU on a second stream"
 )
 
 
@@ -181,7 +181,7 @@ def check_router() -> Check:
 
 def check_hooks() -> Iterator[Check]:
     """Yield one line for all hooks and private names, and one for each that does not match."""
-    table = hooking.entries()
+    table = hooking.required_names()
     problems = {entry.target: hooking.find_problem(entry) for entry in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
@@ -227,7 +227,7 @@ def check_kernels(path: str) -> list[Check]:
     stored = getattr(model.hf_config, "dtype", None) or model.dtype
     dtype, stored = (str(each).removeprefix("torch.") for each in (model.dtype, stored))
     # SGLang's --dtype auto uses float16 for float32.
-    computed = dtype if dtype == stored else f"{dtype} unless --dtype says another (stored: {stored})"
+    computed = dtype if dtype == stored else f"{dtype} unless --dtype is set (stored: {stored})"
     shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {computed}"
     if not torch.cuda.is_available():
         return [Check("kernels", True, f"no GPU; {shape}: PyTorch")]
@@ -266,7 +266,10 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
 
 
 def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
-    """Start a cache rank for a made-up model, wait up to ``seconds``, and end it. Report the maximum number, the memory and the devices."""
+    """Start a cache rank with a dummy configuration, wait up to ``seconds`` until it is ready, and end it.
+
+    The result has the maximum number of ranks, their memory and the devices.
+    """
     begun, link = time.monotonic(), None
     shape = BufferShape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
     turning = RotaryParameters(frequencies=(1.0,), interleaved=False)

@@ -1,1 +1,1 @@
-"""The plugin's hooks in SGLang: the table of hooks, their application, the requirements of forks, and hooks without another module."""
+"""The plugin's hooks in SGLang: their tables (table.py, transfer_table.py), their checks and application (activation.py), and the hooks."""

@@ -1,6 +1,6 @@
 """Checks and applies all uses of private SGLang names: the tables in table.py and transfer_table.py.
 
-:func:`check` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
+:func:`check_hooks` resolves all of them when a mode is enabled. A target that moved or changed its signature stops the start, with a message
 that names it.
 """
 
@@ -18,23 +18,23 @@ from sglang_ext.hooks.table import Hook, PrivateName
 logger = logging.getLogger(__name__)
 
 
-def entries() -> tuple[Hook | PrivateName, ...]:
+def required_names() -> tuple[Hook | PrivateName, ...]:
     """All hooks and names that must match the installed SGLang before a mode starts."""
     return table.HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES
 
 
-def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
+def check_hooks(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
     """Check all hooks of these processes and all private names. Raises ``HookError`` if one does not match the installed SGLang."""
-    chosen = (entry for entry in entries() if isinstance(entry, PrivateName) or entry.process in processes)
+    chosen = (entry for entry in required_names() if isinstance(entry, PrivateName) or entry.process in processes)
     _check(chosen, f"--kv-mode {mode}", "--kv-mode full")
 
 
 def check_transfer() -> None:
-    """Check the hooks and names of the transfer backend ``progressive``. Raises ``HookError`` as :func:`check`."""
+    """Check the hooks and names of the transfer backend ``progressive``. Raises ``HookError`` as :func:`check_hooks`."""
     from sglang_ext.hooks import transfer_table
 
     flag = "--disaggregation-transfer-backend"
-    _check(transfer_table.TRANSFER_HOOKS + transfer_table.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
+    _check(transfer_table.TRANSFER_HOOKS + transfer_table.TRANSFER_NAMES, f"{flag} progressive", f"{flag} mooncake")
 
 
 def _check(chosen: Iterable[Hook | PrivateName], asked: str, remedy: str) -> None:

@@ -62,7 +62,7 @@ def worker_class(server_args: "ServerArgs") -> type:
     from sglang_ext.hooks import activation as hooking
     from sglang_ext.managers.worker import KVWorker
 
-    hooking.check(server_args.kv_mode, ("scheduler",))
+    hooking.check_hooks(server_args.kv_mode, ("scheduler",))
     hooking.activate_scheduler(server_args.kv_mode)
     return KVWorker
 

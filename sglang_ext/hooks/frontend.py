@@ -5,9 +5,9 @@ value, the allowed values and the remedy. A request with several prompts, or wit
 :func:`check_shape`, and for each prompt, by :func:`check_request`.
 ``--preferred-sampling-params``, the defaults of requests, are checked at start in the same way.
 
-SGLang sends requests to its scheduler with msgpack, which decodes each field as its declared type. A value of another type raises
-there, where nothing catches the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
-pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.config.request_params.check` refuses.
+SGLang sends requests to its scheduler in msgpack. The scheduler raises if a field has another type than declared, and nothing catches
+the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
+pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.config.request_params.check_params` refuses.
 
 *Fields.* SGLang sends counters of each request to the frontend (managers/spec_decode/request_states.py). :func:`add_kv_fields` names them.
 """
@@ -121,7 +121,7 @@ def check_request(
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
     _check_field_types(obj)
-    _check_room(manager.server_args, obj, params.get("n") or 1)
+    _check_bootstrap(manager.server_args, obj, params.get("n") or 1)
     original(manager, obj, input_ids)
     if input_ids is not None:
         if not input_ids:
@@ -144,7 +144,7 @@ def check_request(
                 f"custom_logit_processor is {_short(processor)}, which is not a processor ({type(error).__name__}): pass the result of "
                 "its to_str(), or leave it out"
             ) from None
-    request_params.check(manager.server_args, params.get("custom_params"), has_processor=bool(processor))
+    request_params.check_params(manager.server_args, params.get("custom_params"), has_processor=bool(processor))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
@@ -167,7 +167,7 @@ def check_preferred(args: "KVServerArgs") -> None:
         _check_sampling_values(params, read, vocabulary, deterministic=False)
         # A request may set more tokens than SGLang's default.
         SamplingParams(**{"max_new_tokens": None, **params}).verify(vocabulary)
-        request_params.check(args, params.get("custom_params"))
+        request_params.check_params(args, params.get("custom_params"))
     except ValueError as error:
         raise OptionError(f"--preferred-sampling-params is {_short(given)}: {error}; or leave the flag out") from None
 
@@ -255,7 +255,7 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         _check_type(f"session_params.{name}", value, known[name])
 
 
-def _check_room(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
+def _check_bootstrap(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
     """Refuse a room, or the lack of a bootstrap host, with which a prefill or decode server has no counterpart."""
     mode = args.disaggregation_mode
     # SGLang's warm-up requests have no counterpart.

@@ -4,7 +4,7 @@ A prompt needs its full KV while it is computed and packed, and much less afterw
 limit: there are slots for the full KV of all starting prompts, for their compressed KV, and for the next round of all requests. That round
 creates the compressed KV, and nothing is decoded before it. The later limit: there are slots for the remaining KV of all requests while
 their outputs grow. Full KV is freed before outputs need its slots. Prompts that attend to quantized KV hold full KV of two chunks at once,
-and need none for a quantized-only prefix (quantized_prompts.py).
+and need none for a quantized-only prefix (mem_cache/prefix_cache/quantized_prompts.py).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
 
-# Slots kept free per request in which compressed KV is created (planner.py), in addition to those that SGLang reserves.
+# Slots that must stay free for each request while compressed KV is created (``RoundPlanner.headroom``), in addition to SGLang's reserve.
 HEADROOM = 2 * (PLAIN_STEPS + 1)
 
 
@@ -59,7 +59,7 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
 
 
 def _occupied_slots(adder: "PrefillAdder", freed_full_kv: "FreedFullKV", req: "Req") -> float:
-    """Free or evictable slots that ``req`` must leave to others, minus those that SGLang adds for its output."""
+    """Slots that ``req`` may not use, because other requests need them, minus the slots that SGLang counts for its output."""
     running, begins = _running_reqs(adder), [*adder.can_run_list, req]
     kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]

@@ -78,7 +78,7 @@ def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *pre
 
 
 def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[str] | None = None) -> "list[Req]":
-    """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts in host memory that have no decode server yet
+    """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts that wait for a decode server into host memory
     (``--optimistic-prefill-attempts``), so that their full KV can be freed."""
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 

@@ -6,8 +6,8 @@ the reservation ends at the end of the output. In a full pool compressed KV is f
 *Results.* The scheduler sees the requests with output tokens, and the requests that were aborted. If a grammar cannot be walked, the
 scheduler processes a result before it launches the next round.
 
-*End.* For several new tokens, SGLang checks the length first, then stop strings in their given order, then stop tokens. Of two ends it may
-use the later one. So the tokens after the first end are removed before SGLang's check, and the check sees the last token only.
+*End.* For several new tokens, SGLang checks the length first, then stop strings in their given order, then stop tokens. If two ends apply, it
+may use the later one. So the tokens after the first end are removed before SGLang's check, and the check sees the last token only.
 """
 
 import copy
@@ -84,9 +84,9 @@ def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
 
 
 def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Hook around ``process_batch_result_decode``: leaves out requests that only drafted.
+    """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens.
 
-    They have no new token to append, to check for a stop, to stream or to count.
+    The others have no new token to append, to check for a stop, to stream or to count.
     """
     if result.accept_lens is None:
         return original(processor, batch, result)
@@ -102,14 +102,14 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
     if not emitting:
         return None
     if isinstance(result, RoundResult) and result.plan is not None:
-        count_full_kv_steps(processor.metrics_reporter, result.plan, counts)
+        count_plain_steps(processor.metrics_reporter, result.plan, counts)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
 
 
-def count_full_kv_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
-    """Count each token of a request that did not draft as a forward, before SGLang counts the round's.
+def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
+    """Count each output token of plain steps as a forward, before SGLang counts the round's.
 
     SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
     """

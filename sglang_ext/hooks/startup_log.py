@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import OfferedMethod, offered_methods
 from sglang_ext.config.options import BACKEND, QUANTIZED
-from sglang_ext.config.selection_options import has_selector, max_selected_tokens, ranks, score_bits, selection_interval
+from sglang_ext.config.selection_options import has_selector, max_selected_tokens, num_cache_ranks, score_bits, selection_interval
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT
@@ -22,7 +22,7 @@ MODES = {
     "lossy": "decoding on compressed KV: answers are approximate",
 }
 IN_8_BITS = "drafts on compressed KV, verified on full KV received in 8 bits (--kv-reference int8): answers are those of such KV"
-# For disaggregated servers: the server's part, and how to send requests.
+# For disaggregated servers: the server's role, and how to send requests.
 ROLES = {
     "prefill": "prefill server: it computes prompts, and decode servers generate the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
@@ -93,6 +93,6 @@ def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
             found.append(f"by {args.kv_select_by} queries")
         if (bits := score_bits(args)) != EXACT:
             found.append(f"keys in {bits} bits")
-        if count := ranks(args):
+        if count := num_cache_ranks(args):
             found.append(f"{count} cache rank{'s' * (count > 1)}")
     return ", ".join(found)

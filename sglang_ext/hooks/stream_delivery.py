@@ -1,9 +1,9 @@
-"""Hands each message of the scheduler to the client of a stream as a chunk of its own.
+"""Sends each message of the scheduler to the client as a separate chunk of its stream.
 
 The tokens of a round arrive in the frontend within a millisecond, one message per token (token_streams.py). SGLang's frontend keeps one
 growing state per request: it merges the messages that arrive before the client's handler has taken the last chunk. Here each streamed
-request has a :class:`ChunkQueue`. A message enters SGLang's state once the handler asks for the next chunk, so that a chunk has the
-tokens, log probabilities, counts and times of its message alone.
+request has a :class:`ChunkQueue`. SGLang gets a message when the handler asks for the next chunk. So each chunk has the tokens, log
+probabilities, counts and times of one message.
 
 With ``kv_stream_pacing`` ``even``, the chunks of a round leave at equal intervals over the expected time of the next round (:class:`Pacer`).
 """

@@ -1,4 +1,4 @@
-"""The table of hooks of sglang-ext in SGLang. Names that are called or set without a hook are in table.py.
+"""The hooks of sglang-ext in SGLang (``HOOKS``), and the private names that it calls or sets without a hook (``PRIVATE_NAMES``).
 
 None of ``HOOKS`` is applied while ``--kv-mode`` is ``full``. activation.py checks and applies them.
 """
@@ -123,7 +123,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
         "sglang_ext.mem_cache.prefix_cache.freed_full_kv.retract_lost",
-        "a request whose full KV changed in host memory must be recomputed", ("self", "server_args"),
+        "a request whose full KV is lost (changed in host memory, at a cache rank that ended, or on a link) must be recomputed",
+        ("self", "server_args"),
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",

@@ -1,8 +1,9 @@
-"""SGLang's transfer backend ``progressive``: the prompts of its rooms, chunks of prompts, and messages of failed rooms.
+"""Hooks for the transfer backend ``progressive``. They give senders and receivers the prompts, send chunks during the next forward, and word
+failures for clients.
 
 A prefill server sends a chunk of a prompt while the next chunk is computed. SGLang's overlapped loop launches a forward, makes later device
-work of the scheduler wait for it, and sends the previous forward's chunk. To send, it reads the chunk's slots with a copy that waits for
-the new forward, and that blocks the device for all other threads of the process. So a chunk would be sent one forward late, and no chunk
+work of the scheduler wait for it, and sends the previous forward's chunk. To send, it copies the chunk's slots to the host. That copy
+waits for the new forward, and blocks the device for all other threads of the process. So a chunk would be sent one forward late, and no chunk
 would be encoded during a forward.
 """
 
@@ -110,7 +111,7 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
             req.disagg_kv_sender.abort()
 
 
-def note_launch(original: Callable, scheduler: "Scheduler") -> None:
+def record_launch(original: Callable, scheduler: "Scheduler") -> None:
     """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
     if torch.cuda.is_available():
         setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
@@ -120,9 +121,9 @@ def note_launch(original: Callable, scheduler: "Scheduler") -> None:
 def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None) -> None:
     """Hook around ``send_kv_chunk``: reads the slots of a chunk on a second stream, in parallel with the launched forward.
 
-    This does not apply to the last chunk, nor to a prefix from the cache: the scheduler has written their slots since, after that forward.
-    This function waits for them before the copy. SGLang treats a chunk whose forward may still run as a prefix of the next chunk, and would
-    launch the next one only after that forward. Such a chunk is sent with its result instead, after the launch. If no forward was launched
+    The last chunk and a cached prefix are not read in this way: the scheduler wrote their slots after that forward was launched.
+    This function waits for them before the copy. SGLang sends a chunk whose forward still runs as a prefix of the next chunk, and then
+    launches the next chunk only after that forward. Here such a chunk is sent with its result, after the launch. If no forward was launched
     after the one whose results are processed, there is nothing to wait for.
     """
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender

@@ -37,7 +37,7 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
-        "sglang_ext.hooks.transfer.note_launch",
+        "sglang_ext.hooks.transfer.record_launch",
         "a chunk's slots are read in parallel with the launched forward, and SGLang does not record its work before the launch", ("self",),
     ),
     Hook(
@@ -60,7 +60,7 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
 )
 
 CONNECTIONS = "sglang.srt.disaggregation.common.conn"
-TRANSFER_USES: tuple[PrivateName, ...] = (
+TRANSFER_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{CONNECTIONS}.CommonKVManager._start_heartbeat_checker_thread",
         "rooms of a prefill server that died must fail", ("self",),

@@ -193,7 +193,7 @@ class RaggedVerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """Layout of the new tokens, for verify_attention.py."""
+        """Layout of the new tokens, for layers/attention/verify_attention.py."""
         prefixes, total = self.lengths - self.query_lengths, sum(self.counts)
         starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
         # Tokens before a request's new tokens in its row, minus tokens before them in the forward.
@@ -235,7 +235,7 @@ class EvenVerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """Layout of the new tokens, for verify_attention.py. Reads only ``seq_lens``, on the device."""
+        """Layout of the new tokens, for layers/attention/verify_attention.py. Reads only ``seq_lens``, on the device."""
         prefixes, batch = forward_batch.seq_lens, forward_batch.batch_size
         starts = torch.arange(batch + 1, device=prefixes.device) * self.width
         lengths = prefixes[:, None] + torch.arange(1, self.width + 1, device=prefixes.device)

@@ -37,10 +37,10 @@ def capture_verify_graphs(
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
 
     widths, tokens = options.verify_widths(args), max_captured_tokens(args, model_runner)
-    make_room_for_logits(model_runner, tokens)
+    reserve_logits_buffer(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
     with queries.capturing(tokens):
         captured = [capture(model_runner, width, own) for width in widths]

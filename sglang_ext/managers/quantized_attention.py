@@ -6,7 +6,6 @@ If compressed KV holds all tokens in quantized blocks, nothing reads the full KV
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options
@@ -16,38 +15,18 @@ from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, Quant
 from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
-from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class QuantizedOnlyFullKV(FullKVProvider):
-    """Full-KV provider of one scheduler process whose compressed KV replaces full KV.
-
-    Attributes:
-        freed_full_kv: Frees the full KV.
-    """
-
-    freed_full_kv: QuantizedOnlyKV
-
-    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
-        """Free full KV at the start of a round. The prefix tree already owns the prompts of requests with compressed KV."""
-        self.freed_full_kv.free_full_kv(drafting)
-
-    def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
-        return self.freed_full_kv.full_kv_start(row, protected)
 
 
 class QuantizedAttention(Feature):
@@ -84,7 +63,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> QuantizedOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]
@@ -96,7 +75,7 @@ class QuantizedAttention(Feature):
         if is_single_server and self.prefill is not None:
             chunk = self.args.chunked_prefill_size
             prompts = QuantizedPrompts(tree_cache.nodes, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
-        return QuantizedOnlyFullKV(
+        return FreedFullKVProvider(
             QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
         )
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_ext.config import selection_options
-from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods
+from sglang_ext.config.method_options import OfferedMethod, method_specs, offered_methods
 from sglang_ext.core import OptionError
 from sglang_ext.layers.forward import attention_scaling, first_attention_layer, is_attention
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -196,7 +196,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
     found: list[MethodSpec] = []
     # Methods that differ only in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
-    for each in methods(args):
+    for each in method_specs(args):
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor

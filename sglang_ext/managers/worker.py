@@ -135,7 +135,7 @@ class KVWorker(BaseSpecWorker):
             self.queries.warm_up()
         provider = create_full_kv_provider(self, tree_cache)
         if self.lossy and provider.freed_full_kv is None:
-            why = options.why_full_kv_stays(self.server_args) or "the methods drop tokens"
+            why = options.why_full_kv_stays(self.server_args) or "the methods do not pack all tokens"
             logger.info("sglang-ext: full KV stays beside the compressed KV: %s", why)
         tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, provider.residency, provider.early, provider.freed_full_kv)
         self.loop = create_decode_loop(self, provider)

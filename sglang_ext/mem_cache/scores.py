@@ -138,7 +138,7 @@ class FitRecord:
     """How a predictor was fitted.
 
     Attributes:
-        model: The key of its model (scores.py).
+        model: The key of its model (:func:`model_key`).
         settings: Settings of targets and training, as JSON with sorted keys.
         texts: Number of texts that it was fitted on.
         tokens: Number of tokens sampled from the texts.

@@ -1,4 +1,4 @@
-"""Commands that run beside a server, and the helpers that they share."""
+"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, fit KVzap, score documents, write docs/flags.md."""
 
 import math
 import shlex

@@ -41,7 +41,7 @@ def flags_page(by_hand: str) -> str:
     lines = [
         "# Flags",
         GENERATED,
-        "With `--kv-mode full` the other flags have no effect, except those of transfers. A warning at start names those that are given.\n"
+        "With `--kv-mode full` the other flags have no effect, except those of transfers. At start a warning lists the given flags without effect.\n"
         "In a program\n"
         '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.\n'
         "A word in capitals is a value of another flag. The reason says which values are refused.",

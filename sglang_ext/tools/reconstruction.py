@@ -45,7 +45,7 @@ class PromptPrefix:
         # Templates may strip a message.
         found = rendered.rfind(document.strip())
         if found < 0:
-            raise CommandError("the chat template changes the document's text: pass what stands before it as --prefix-text")
+            raise CommandError("the chat template changes the document's text: pass the text before the document with --prefix-text")
         return tokenizer.encode(rendered[: found + len(document.strip())], add_special_tokens=False)
 
     def suffix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -121,7 +121,7 @@ def attention_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def output_norms(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
-    """The weight of values, [kv_heads, tokens, head_dim], in a layer's output, the norm of ``W_O v``: float32 [kv_heads, group, tokens]."""
+    """The norm of ``W_O v``, the contribution of each value, [kv_heads, tokens, head_dim], to a layer's output: float32 [kv_heads, group, tokens]."""
     kv_heads, _, dim = values.shape
     width = kv_heads * module.num_key_value_groups * dim
     # The output's map comes last. A map of queries may have the same shape.

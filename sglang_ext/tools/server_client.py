@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 HEALTH_SECONDS = 30.0
 """Default time limit of a health check."""
 PROCESSES = 16
-"""Processes that side by side choose among different ports."""
+"""Number of parallel processes that draw from disjoint sets of ports."""
 _given: set[int] = set()
 """Ports that this process has returned. No port is returned twice."""
 

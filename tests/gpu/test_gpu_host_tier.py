@@ -9,7 +9,7 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
+from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth, HostTier
 from sglang_ext.mem_cache.host_tier.transfers import TransferTracker
 
 PAGE = 16
@@ -219,7 +219,7 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     plain = size / timed(lambda: of_device.copy_(of_host, non_blocking=True))
     del of_device
     held, slots = made.tier.pool.pages.allocate(pages), slots_of(torch.randperm(pages))
-    rate = TransferBandwidth()
+    rate = HostLinkBandwidth()
     made.tier.store(slots, held).synchronize()
     best = 0.0
     for _ in range(3):
@@ -235,7 +235,7 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     assert launched < 0.5 * loaded.outcome.seconds
     assert rate.bandwidth == pytest.approx(best, rel=0.3)
     made.tier.pool.pages.free(held)
-    assert TransferBandwidth().measure(made.tier, slots[: 512 * PAGE], TransferTracker()) > 0.5 * plain
+    assert HostLinkBandwidth().measure(made.tier, slots[: 512 * PAGE], TransferTracker()) > 0.5 * plain
 
 
 def test_what_a_forward_sends_to_the_device_does_not_wait_for_a_load():

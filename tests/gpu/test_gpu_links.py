@@ -174,7 +174,7 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         with torch.cuda.stream(forward):
             for _ in range(200):
                 factor @ factor
-        transfer.note_launch(barrier, scheduler)
+        transfer.record_launch(barrier, scheduler)
         transfer.send_kv_chunk(read, scheduler, req, False, 8192)
         runs = not forward.query()
         transfer.send_kv_chunk(read, scheduler, req, True, 8192)

@@ -8,12 +8,11 @@ import torch
 from backend_steps import on
 from marked_helpers import written
 
-from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import group_attention
-from sglang_ext.mem_cache.selection.scoring import mark_always
+from sglang_ext.mem_cache.selection.scoring import group_attention, mark_always
 
 # Slots of a pool, of which the last are nobody's.
 SLOTS = 1400
@@ -116,10 +115,10 @@ def check_turned(device):
     for requests, layers, heads, dim, turning, interleaved in shapes:
         window = torch.randn(requests, layers, 2, heads, dim, generator=noise).to(torch.bfloat16)
         rotary = Rotary(torch.rand(turning, generator=noise), interleaved)
-        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._turn(7, dim))
+        given, turn = window[:, :, 1], tuple(each.to(device) for each in rotary._rotation(7, dim))
         found = rotate_queries(window.to(device)[:, :, 1], turn)
         assert found.transpose(0, 1).is_contiguous()
-        assert torch.allclose(found.cpu(), rotary.advanced(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)
+        assert torch.allclose(found.cpu(), rotary.rotate_ahead(given, 7), rtol=1e-6, atol=1e-6), (dim, interleaved)
 
 
 def check_ties(device):

@@ -11,9 +11,9 @@ from backend_steps import Layers, on
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
 
-from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring import ScoringInputs
@@ -204,7 +204,7 @@ def check_turns(device):
         lengths = [view.owned_slots + 5 + more for view, more in zip(there.views, since)]
         for layer in range(2):
             there.choose(layer, there.queries(2, 2 * step + layer), [there.rows + 1, there.rows + 2], lengths)
-        told = [there.begins.step_selects(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
+        told = [there.begins.record_step(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
         for request in range(2):
             different = {not torch.equal(there.led(request, layer), before[request][layer]) for layer in range(2)}
             assert different == {told[request]}
@@ -340,8 +340,8 @@ def check_overlapped(device):
 
 def overlapped_steps(device):
     """As :func:`check_overlapped` has it."""
-    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
     from sglang_ext.layers.kernels.per_head_decode import pointer_decode
+    from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 
     on_gpu = device == "cuda"
     requests, heads, layers, steps = (24, 8, 3, 30) if on_gpu else (2, 2, 2, 2)

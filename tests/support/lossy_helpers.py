@@ -5,12 +5,12 @@ from tiered_helpers import PAGE, ROWS, World, kv_of
 
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, below
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
@@ -34,7 +34,7 @@ class Lossy(World):
         )
         prompts = QuantizedPrompts(self.cache.nodes, self.compressed_kv, lambda req: of_copies, chunk) if on_codes else None
         self.codes = QuantizedOnlyKV(self.cache.nodes, self.compressed_kv, self.packing, lambda req: of_copies, prompts=prompts)
-        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
+        self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.codes)
 
     def write(self, slots, kv):
         # Before the forward that computes this, as the worker does.
@@ -48,7 +48,7 @@ class Lossy(World):
 
     def round(self, *requests):
         """The beginning of a round of these."""
-        self.codes.free_full_kv({req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
+        self.codes.free_full_kv([], {req.req_pool_idx: (req.last_node, self.compressed_kv.get(req.req_pool_idx).covered) for req in requests})
 
     def decoding(self, tokens):
         """A request that was prefilled and decodes on its copy; its match."""

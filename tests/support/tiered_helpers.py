@@ -170,7 +170,7 @@ class World:
     def offload(self, node):
         """Back up a node and drop its device slots; how many."""
         self.cache.host.back_up(node).wait()
-        return self.cache.host.drop_device(node)
+        return self.cache.host.free_device_slots(node)
 
     def drop_path(self, node):
         """Back up and drop the device slots of a whole path; how many."""
@@ -179,7 +179,7 @@ class World:
                 self.cache.host.back_up(part).wait()
         dropped = 0
         for part in path(node):
-            freed = self.cache.host.drop_device(part)
+            freed = self.cache.host.free_device_slots(part)
             dropped += freed
             for req in self.running:
                 if freed and part in path(req.last_node):

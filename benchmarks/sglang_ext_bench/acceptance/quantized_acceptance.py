@@ -22,21 +22,9 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.acceptance.attention_functions import (
-    AttentionOutput,
-    register_attention,
-    use_attention,
-)
-from sglang_ext_bench.acceptance.inputs import (
-    add_input_arguments,
-    load_model,
-    read_prompts,
-)
-from sglang_ext_bench.acceptance.prompt_context import (
-    DraftCount,
-    PromptContext,
-    print_line,
-)
+from sglang_ext_bench.acceptance.attention_functions import AttentionOutput, register_attention, use_attention
+from sglang_ext_bench.acceptance.inputs import add_input_arguments, load_model, read_prompts
+from sglang_ext_bench.acceptance.prompt_context import DraftCount, PromptContext, print_line
 from sglang_ext_bench.quality.named_method import NamedMethod
 
 ATTENTION = "quantized_prompt"

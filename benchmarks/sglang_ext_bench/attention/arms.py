@@ -15,15 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_ext.layers.attention.decode_backend import split_counts
 from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
 from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
-from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, launch_integers, PackedAttentionCall, max_resident_programs, packed_decode
+from sglang_ext.layers.kernels.packed.packed_decode import PackedAttentionCall, choose_splits, launch_integers, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext_bench.attention.setting import (
-    AttentionShape,
-    FullKV,
-    QuantizedKV,
-    exactly,
-)
+from sglang_ext_bench.attention.setting import AttentionShape, FullKV, QuantizedKV, exactly
 
 WORKSPACE_BYTES = 256 << 20
 """Bytes of FlashInfer's workspace on the device."""
@@ -128,7 +123,7 @@ def _splits(kv: QuantizedKV) -> tuple[int, int]:
 
 
 def _triton_splits(kv: QuantizedKV) -> tuple[int, int]:
-    return split_counts(len(kv.table) * kv.full.shape.kv_heads, PackedDecode.busy)
+    return split_counts(len(kv.table) * kv.full.shape.kv_heads, PackedDecode.min_parts)
 
 
 def _fused(kv: QuantizedKV) -> Callable[[], torch.Tensor]:

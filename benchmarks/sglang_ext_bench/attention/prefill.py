@@ -11,13 +11,7 @@ from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, PromptCod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext_bench.attention.arms import (
-    FULL,
-    HACK,
-    WORKSPACE_BYTES,
-    AttentionVariant,
-    sdpa,
-)
+from sglang_ext_bench.attention.arms import FULL, HACK, WORKSPACE_BYTES, AttentionVariant, sdpa
 from sglang_ext_bench.attention.setting import FullKV, exactly
 
 COMPARED = 16

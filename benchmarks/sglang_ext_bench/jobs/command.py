@@ -11,35 +11,14 @@ from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 from sglang_ext.tools import ROLES, CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
-from sglang_ext_bench.jobs.options import (
-    AUTO,
-    add_arguments,
-    check_options,
-    server_counts,
-)
-from sglang_ext_bench.jobs.results import (
-    Job,
-    JobSummary,
-    job_phases,
-    summarize,
-    tables,
-)
-from sglang_ext_bench.jobs.sending import (
-    JobResponse,
-    PoolUsageMonitor,
-    arrival_times,
-    send_jobs,
-)
+from sglang_ext_bench.jobs.options import AUTO, add_arguments, check_options, server_counts
+from sglang_ext_bench.jobs.results import Job, JobSummary, job_phases, summarize, tables
+from sglang_ext_bench.jobs.sending import JobResponse, PoolUsageMonitor, arrival_times, send_jobs
 from sglang_ext_bench.options import check_port, numbers
 from sglang_ext_bench.servers_apart import ServersApart, ports_taken
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder
-from sglang_ext_bench.transfer.methods import (
-    TransferMethod,
-    make_flags,
-    obstacle,
-    parse_method,
-)
+from sglang_ext_bench.transfer.methods import TransferMethod, make_flags, obstacle, parse_method
 from sglang_ext_bench.transfer.server_pair import timeline_file
 
 __all__ = ["add_arguments", "run"]

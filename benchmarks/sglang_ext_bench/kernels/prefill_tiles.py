@@ -33,12 +33,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.attention import prefill
 from sglang_ext_bench.attention.setting import FullKV, AttentionShape
 from sglang_ext_bench.attention.timing import seconds
-from sglang_ext_bench.kernels.options import (
-    add_list,
-    parse_group,
-    positive_int,
-    require_gpu,
-)
+from sglang_ext_bench.kernels.options import add_list, parse_group, positive_int, require_gpu
 from sglang_ext_bench.options import check_counts
 
 HACK, SPECIALIZED = "hack", "specialized"

@@ -37,12 +37,7 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS, KeySpec
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.kernels.flashinfer_decode import plan_decode
-from sglang_ext_bench.kernels.options import (
-    add_list,
-    add_sizes,
-    check_sizes,
-    require_gpu,
-)
+from sglang_ext_bench.kernels.options import add_list, add_sizes, check_sizes, require_gpu
 from sglang_ext_bench.kernels.timing import graph_seconds
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.speed.decode_limit import measure_bandwidth

@@ -26,12 +26,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, 
 from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.kernels.options import (
-    add_list,
-    add_sizes,
-    check_sizes,
-    require_gpu,
-)
+from sglang_ext_bench.kernels.options import add_list, add_sizes, check_sizes, require_gpu
 from sglang_ext_bench.kernels.timing import graph_seconds
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.speed.decode_limit import measure_bandwidth

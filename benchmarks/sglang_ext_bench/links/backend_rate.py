@@ -31,10 +31,7 @@ from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import (
-    AuxRecords,
-    PoolBuffers,
-)
+from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
 from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream

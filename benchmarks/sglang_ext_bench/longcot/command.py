@@ -13,15 +13,7 @@ from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import report
 from sglang_ext_bench.longcot import flops, overlap, packs, results, serving
-from sglang_ext_bench.longcot.arms import (
-    ARMS,
-    LongcotLoad,
-    LongcotServer,
-    check_lengths,
-    make_servers,
-    parse_loads,
-    set_defaults,
-)
+from sglang_ext_bench.longcot.arms import ARMS, LongcotLoad, LongcotServer, check_lengths, make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.longcot.options import add_arguments, check_options
 from sglang_ext_bench.longcot.serving import LongcotSummary

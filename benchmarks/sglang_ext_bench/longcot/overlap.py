@@ -62,12 +62,12 @@ class Unshifted(Scoring):
     synchronous: ClassVar[bool] = True
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
-        """Scores as in :class:`~sglang_ext.mem_cache.selection.scoring.PredictedScoring`, but without shifting the weights by one step."""
+        """Scores as in :class:`~sglang_ext_bench.baselines.scorings.PredictedScoring`, but without shifting the weights by one step."""
         method = RegressedQuery()
         positions = seen.positions[:, -method.window :]
-        plain = seen.rotary.rotated(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
+        plain = seen.rotary.rotate(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
         regressed = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
-        query = seen.rotary.rotated(regressed, positions[:, None, None, -1:]).squeeze(-2)
+        query = seen.rotary.rotate(regressed, positions[:, None, None, -1:]).squeeze(-2)
         return group_attention(query, seen.keys, seen.scaling, seen.beyond)
 
 
@@ -154,7 +154,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
         yield name, float(overlap(true, select(scoring, inputs, count), tokens).mean())
     for distance in DISTANCES:
         old = seen.queries[..., -1 - distance, :]
-        for name, query in (("distance", seen.rotary.rotated(old, torch.full((1,), distance))), ("distance, unrotated", old)):
+        for name, query in (("distance", seen.rotary.rotate(old, torch.full((1,), distance))), ("distance, unrotated", old)):
             selected = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
             yield f"{name} {distance}", float(overlap(true, selected, tokens).mean())
 

@@ -15,13 +15,7 @@ from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench import corpus, report
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.methods.measurement import MethodFigures, Prompts, measure
-from sglang_ext_bench.methods.servers import (
-    KINDS,
-    SERVER_NAMES,
-    STOCK,
-    MethodServer,
-    all_servers,
-)
+from sglang_ext_bench.methods.servers import KINDS, SERVER_NAMES, STOCK, MethodServer, all_servers
 from sglang_ext_bench.options import check_counts, numbers
 from sglang_ext_bench.prompts import cut_prompts, load_tokenizer, read_text
 from sglang_ext_bench.speed.decode_limit import kv_token_bytes

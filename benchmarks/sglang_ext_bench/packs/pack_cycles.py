@@ -39,12 +39,7 @@ from sglang_ext_bench.kernels.options import add_list
 from sglang_ext_bench.kernels.timing import wall_seconds
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.packs.pack_layers import MODELS, LayerPack, Load
-from sglang_ext_bench.packs.pack_ranks import (
-    CycleTimes,
-    PackRank,
-    RankKind,
-    synchronize,
-)
+from sglang_ext_bench.packs.pack_ranks import CycleTimes, PackRank, RankKind, synchronize
 from sglang_ext_bench.report import markdown_header, markdown_row, origin, write_json
 
 # Share of the free memory of the rank's GPU that the full KV of concurrent processes may use.

@@ -107,20 +107,31 @@ def cells_of_arms(report: Row) -> list[dict[str, Row]]:
     return [dict(zip(arms, cells)) for cells in zip(*arms.values())]
 
 
-def speeds(cell: Mapping[str, Row], arm: str) -> list[float]:
-    """Speed of an arm over stock's, wave by wave."""
-    return [stock / own for stock, own in zip(cell[STOCK]["steady_ms"], cell[arm]["steady_ms"])]
+def speeds(cell: Mapping[str, Row], arm: str, over: str = STOCK) -> list[float]:
+    """Speed of an arm over that of another one, wave by wave."""
+    return [other / own for other, own in zip(cell[over]["steady_ms"], cell[arm]["steady_ms"])]
 
 
 def over_best_fixed(cell: Mapping[str, Row]) -> list[float]:
-    """Speed of `auto` in each wave over the best fixed length, of which the mean over its waves counts."""
-    best = min(sum(cell[arm]["steady_ms"]) / len(cell[arm]["steady_ms"]) for arm in cell if arm not in (STOCK, AUTO))
-    return [best / own for own in cell[AUTO]["steady_ms"]]
+    """Speed of `auto` in each wave over the fastest fixed length in that wave."""
+    fixed_times = [cell[arm]["steady_ms"] for arm in cell if arm not in (STOCK, AUTO)]
+    return [min(others) / own for own, *others in zip(cell[AUTO]["steady_ms"], *fixed_times)]
 
 
 def times(arm: str) -> Callable[[Mapping[str, Row]], Cell]:
     """Column of an arm's milliseconds per token, by wave."""
     return lambda cell: pairs(cell[arm]["steady_ms"])
+
+
+def auto_columns(*lengths: str) -> dict[str, Callable[[Mapping[str, Row]], Cell]]:
+    """Columns of a table of `auto-cells`, with these draft lengths."""
+    return {
+        "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
+        "stock, ms/token": times(STOCK),
+        **{f"{length} drafts": times(length) for length in lengths},
+        "`auto`": times(AUTO),
+        "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
+    }
 
 
 def speed_rows(report: Row) -> list[list[str]]:
@@ -192,17 +203,7 @@ def ratio(index: int) -> Callable[[tuple[str, list[float]]], Cell]:
 
 DESCRIPTIONS = {
     "auto-cells": Description(
-        "auto-cells.json",
-        cells_of_arms,
-        {
-            "tokens x requests": lambda cell: f"{cell[STOCK]['context']:,} x {cell[STOCK]['batch']}",
-            "stock, ms/token": times(STOCK),
-            "7 drafts": times("7"),
-            "15 drafts": times("15"),
-            "`auto`": times(AUTO),
-            "speed of `auto` over stock": lambda cell: pairs(speeds(cell, AUTO)),
-            "over the best fixed length": lambda cell: pairs(over_best_fixed(cell)),
-        },
+        "auto-cells.json", cells_of_arms, auto_columns("7", "15") | {"over the best fixed length": lambda cell: pairs(over_best_fixed(cell))}
     ),
     "speed": Description(
         "decode-32k.json", speed_rows, {"": column(0), "8 at once": column(1), "16 at once": column(2)}

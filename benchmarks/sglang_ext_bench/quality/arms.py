@@ -13,12 +13,7 @@ from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality.named_method import NamedMethod
 from sglang_ext_bench.quality.options import COMPARED_PARTS, QualityConfig
-from sglang_ext_bench.quality.server_measurements import (
-    compressed_share,
-    run_parallel,
-    token_bytes,
-    tokens_per_second,
-)
+from sglang_ext_bench.quality.server_measurements import compressed_share, run_parallel, token_bytes, tokens_per_second
 from sglang_ext_bench.quality.tasks import Task
 
 MEASURED_TOKENS = 512

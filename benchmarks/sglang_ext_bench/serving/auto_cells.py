@@ -219,13 +219,12 @@ def make_table(arms: Mapping[str, Sequence[Mapping[str, Any]]], contexts: Sequen
 
 
 def relative_speeds(auto_ms: Sequence[float | None], others_ms: Sequence[Sequence[float | None]]) -> str:
-    """Speed of the first and of the last wave of `auto` over the fastest of the other arms.
+    """Speed of the first and of the last wave of `auto` over the fastest of the other arms in the same wave.
 
     Args:
         auto_ms: Milliseconds per token of each wave of `auto`.
-        others_ms: The same of each other arm. The mean over its waves counts, because it has nothing to find out.
+        others_ms: The same of each other arm. The prompts of a wave are the same for all arms.
     """
-    means = [sum(waves) / len(waves) for waves in others_ms if None not in waves]
-    if len(means) < len(others_ms):
-        return UNKNOWN
-    return " ".join(UNKNOWN if ms is None else f"{min(means) / ms:.2f}" for ms in (auto_ms[0], auto_ms[-1]))
+    fastest = [UNKNOWN if None in times else min(times) for times in zip(*others_ms)]
+    pairs = ((auto_ms[wave], fastest[wave]) for wave in (0, -1))
+    return " ".join(UNKNOWN if ms is None or best == UNKNOWN else f"{best / ms:.2f}" for ms, best in pairs)

@@ -15,13 +15,7 @@ from sglang_ext.managers.kv_offload.throughput_model import draft_seconds
 from sglang_ext.managers.kv_offload.verification_scheduler import Occupancy
 from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext_bench.simulating.scenario import (
-    DeviceMemory,
-    MachineTimes,
-    Scenario,
-    SimulatedRequest,
-    SimulationError,
-)
+from sglang_ext_bench.simulating.scenario import DeviceMemory, MachineTimes, Scenario, SimulatedRequest, SimulationError
 
 DECAY = 0.9  # weight of the previous estimate in the moving average of a round's duration
 

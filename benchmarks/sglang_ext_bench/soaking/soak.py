@@ -11,26 +11,13 @@ from sglang_ext.tools.server_process import ServerProcess, check_servers
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
 from sglang_ext_bench.soaking.answers import Sample
-from sglang_ext_bench.soaking.disaggregated import (
-    DisaggregatedServers,
-    disaggregated_flags,
-    disaggregated_options,
-)
-from sglang_ext_bench.soaking.external_server import (
-    ExternalServer,
-    describe_leak,
-    supported_options,
-)
+from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers, disaggregated_flags, disaggregated_options
+from sglang_ext_bench.soaking.external_server import ExternalServer, describe_leak, supported_options
 from sglang_ext_bench.soaking.processes import ProcessWatch
 from sglang_ext_bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext_bench.soaking.sending import References, Soak, post, run_traffic
 from sglang_ext_bench.soaking.tally import Tally
-from sglang_ext_bench.soaking.traffic import (
-    cases,
-    next_turns,
-    shared_beginnings,
-    short_prompts,
-)
+from sglang_ext_bench.soaking.traffic import cases, next_turns, shared_beginnings, short_prompts
 
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

@@ -19,21 +19,9 @@ from sglang_ext_bench.speed.settings import log_folder
 from sglang_ext_bench.transfer import accuracy, clocks
 from sglang_ext_bench.transfer.accuracy import CodecAccuracy
 from sglang_ext_bench.transfer.clocks import RequestTimes
-from sglang_ext_bench.transfer.methods import (
-    LYNX,
-    TransferMethod,
-    make_flags,
-    obstacle,
-    parse_method,
-)
+from sglang_ext_bench.transfer.methods import LYNX, TransferMethod, make_flags, obstacle, parse_method
 from sglang_ext_bench.transfer.options import add_arguments
-from sglang_ext_bench.transfer.results import (
-    TransferSummary,
-    accuracy_table,
-    summarize,
-    tables,
-    write_plot,
-)
+from sglang_ext_bench.transfer.results import TransferSummary, accuracy_table, summarize, tables, write_plot
 from sglang_ext_bench.transfer.server_pair import ServerPair, timeline_file
 
 __all__ = ["add_arguments", "run"]

@@ -32,17 +32,17 @@ class CompressedDecode(AttentionBackend):
     """Attention of the newest token of each request over its row of the token table; for ``DECODE`` only.
 
     Attributes:
-        copies: Name of the compressed KV, for messages.
+        compressed_kv_name: Name of the compressed KV, for messages.
         remedy: What the user can do if it is not supported.
-        busy: Parts of all rows together, KV heads counted, that keep a GPU busy.
+        min_parts: Parts of all rows together, KV heads counted, that keep a GPU busy.
 
     Raises:
         OptionError: The kernel does not support the head dimensions or the dtype of the pool.
     """
 
-    copies: ClassVar[str]
+    compressed_kv_name: ClassVar[str]
     remedy: ClassVar[str]
-    busy: ClassVar[int] = 512
+    min_parts: ClassVar[int] = 512
     needs_cpu_seq_lens = False
 
     def __init__(self, model_runner: "ModelRunner", layout: KVLayout):
@@ -50,7 +50,7 @@ class CompressedDecode(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         keys, values = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
-        check_heads(keys, values, self.copies, self.remedy)
+        check_heads(keys, values, self.compressed_kv_name, self.remedy)
         self.kv_heads = keys.shape[1]
         self.query_heads = model_runner.model_config.num_attention_heads // model_runner.server_args.tp_size
         self.dtype = model_runner.dtype
@@ -71,7 +71,7 @@ class CompressedDecode(AttentionBackend):
     def compile_kernels(self) -> None:
         """Run once with each number of parts, in row 0, which no request has, so that no request waits for compilers."""
         keys = self.token_to_kv_pool.get_key_buffer(0)
-        fewest = {self.splits(requests): requests for requests in range(self.busy, 0, -1)}
+        fewest = {self.splits(requests): requests for requests in range(self.min_parts, 0, -1)}
         for splits, requests in fewest.items():
             queries = keys.new_zeros(requests, self.query_heads, keys.shape[-1], dtype=self.dtype)
             rows = torch.zeros(requests, dtype=torch.int64, device=keys.device)
@@ -86,7 +86,7 @@ class CompressedDecode(AttentionBackend):
 
     def splits(self, requests: int) -> tuple[int, int]:
         """Parts of each request's compressed KV, and of its exact tokens, in a batch."""
-        return split_counts(requests * self.kv_heads, self.busy)
+        return split_counts(requests * self.kv_heads, self.min_parts)
 
     def forward_decode(
         self,
@@ -104,7 +104,7 @@ class CompressedDecode(AttentionBackend):
             ValueError: The layer asks for an attention option other than a scale.
         """
         asked = {**kwargs, "a cap of logits": layer.logit_cap or None}
-        check_supported(layer, asked, f"drafts on {self.copies}", self.remedy)
+        check_supported(layer, asked, f"drafts on {self.compressed_kv_name}", self.remedy)
         if save_kv_cache:
             write_kv(self.token_to_kv_pool, layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -112,16 +112,16 @@ class CompressedDecode(AttentionBackend):
         return self.attend(layer.layer_id, queries, *read, layer.scaling, self.splits(len(q))).view(len(q), -1)
 
 
-def split_counts(rows: int, busy: int) -> tuple[int, int]:
+def split_counts(rows: int, min_parts: int) -> tuple[int, int]:
     """Parts of each row's compressed KV, and of its exact tokens. The sum is a power of 2, because each sum has its own kernel.
 
-    ``rows``: rows of a batch, KV heads counted. ``busy``: parts of all rows together that keep a GPU busy.
+    ``rows``: rows of a batch, KV heads counted. ``min_parts``: parts of all rows together that keep a GPU busy.
     """
-    wanted = max(FEWEST_PARTS, min(MOST_PARTS, busy // rows))
+    wanted = max(FEWEST_PARTS, min(MOST_PARTS, min_parts // rows))
     return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
 
-def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: str) -> None:
+def check_heads(keys: torch.Tensor, values: torch.Tensor, compressed_kv_name: str, remedy: str) -> None:
     """Check that the kernels support the dtype and head dimensions of a layer's buffers, [slots, kv_heads, dim].
 
     Raises:
@@ -130,9 +130,9 @@ def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: s
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {copies} is stored in {allowed}: {remedy}")
+            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; {compressed_kv_name} is stored in {allowed}: {remedy}")
         if not SMALLEST_HEAD <= buffer.shape[-1] <= LARGEST_HEAD:
             raise OptionError(
-                f"the model's {kind} have {buffer.shape[-1]} channels a head; {copies} is read with "
+                f"the model's {kind} have {buffer.shape[-1]} channels a head; {compressed_kv_name} is read with "
                 f"{SMALLEST_HEAD} to {LARGEST_HEAD}: {remedy}"
             )

@@ -1,6 +1,6 @@
 """Attention by layout of the compressed KV, and CUDA graphs of steps over it (decode_backend.py): one token per request.
 
-SGLang's own graphs read plain tokens.
+SGLang's own graphs cannot read these layouts.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
 from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
-from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, uneven_attention
+from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode, SentRowsDecode, pointer_attention, ragged_attention
 from sglang_ext.layers.attention.verify_graphs import dummy_batch
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
@@ -31,7 +31,7 @@ class LayoutReader(NamedTuple):
     """Attention over rows that begin with compressed KV of one layout.
 
     Attributes:
-        attend: Causal attention of a request's newest tokens over its row, in PyTorch, with the arguments of ``uneven_attention``
+        attend: Causal attention of a request's newest tokens over its row, in PyTorch, with the arguments of ``ragged_attention``
             (per_head.py). None if rows are read as plain tokens.
         decode: The backend for one token per request.
     """
@@ -48,7 +48,7 @@ def _packed(
 
 LAYOUT_READERS: dict[type[KVLayout], LayoutReader] = {
     QuantizedLayout: LayoutReader(_packed, PackedDecode),
-    RaggedHeadLayout: LayoutReader(uneven_attention, RaggedHeadsDecode),
+    RaggedHeadLayout: LayoutReader(ragged_attention, RaggedHeadsDecode),
     PointerLayout: LayoutReader(pointer_attention, PointerDecode),
     PagePointerLayout: LayoutReader(pointer_attention, PagesDecode),
     ExchangedRowLayout: LayoutReader(None, SentRowsDecode),
@@ -89,7 +89,7 @@ def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.A
     if model_runner.decode_cuda_graph_runner is None:
         backend.compile_kernels()
         return forward.AttentionOverride(backend)
-    logger.info("sglang-ext: capturing steps over %s", backend.copies)
+    logger.info("sglang-ext: capturing steps over %s", backend.compressed_kv_name)
     model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
     graphs = CompressedDecodeGraphs(model_runner, attn_backend=backend)
     graphs.warm_up()

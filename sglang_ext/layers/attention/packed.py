@@ -1,8 +1,11 @@
 """Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of draft steps (decode_backend.py).
 
-In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products. With a scale for each channel of a
-group of tokens, ``q . (s * c + z) = (q * s) . c + q . z``. With a scale for each token, it is ``s_t * (q . c_t) + z_t * sum(q)``. Values
-are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
+In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products:
+
+- a scale for each channel of a group of tokens: ``q . (s * c + z) = (q * s) . c + q . z``
+- a scale for each token: ``q . (s_t * c_t + z_t) = s_t * (q . c_t) + z_t * sum(q)``
+
+Values are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
 and sums of rotated values are rotated back.
 
 Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
@@ -164,10 +167,10 @@ def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
 class PackedDecode(CompressedDecode):
     """Attends to packed blocks, whose slots are counted in a table of the layout, and to the tokens after them."""
 
-    copies = "packed KV"
+    compressed_kv_name = "packed KV"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
     # Measured on an H200: the kernels' programs have one warp.
-    busy = 4096
+    min_parts = 4096
 
     layout: QuantizedLayout
 

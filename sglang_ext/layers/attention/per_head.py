@@ -55,7 +55,7 @@ def attend_kept_and_tail(
     return result[0].transpose(0, 1)
 
 
-def uneven_attention(
+def ragged_attention(
     cells: RaggedHeadLayout,
     row: int,
     num_compressed_slots: int,
@@ -78,7 +78,7 @@ def uneven_attention(
         slots: int64, slots of the row.
         scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
     """
-    bounds, copy, tail = cells.of_layer(row, keys), slots[:num_compressed_slots], slots[num_compressed_slots:]
+    bounds, copy, tail = cells.layer_bounds(row, keys), slots[:num_compressed_slots], slots[num_compressed_slots:]
     places, kept = _places(bounds, slots.device)
     # On a CPU, index_select is several times as fast as indexing with brackets.
     far = (
@@ -99,7 +99,7 @@ def _places(bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torc
 class RaggedHeadsDecode(CompressedDecode):
     """Attends to the cells of each head, which a table of the layout delimits, and to the tokens after the compressed KV."""
 
-    copies = "compressed KV of --kv-head-budgets adaptive"
+    compressed_kv_name = "compressed KV of --kv-head-budgets adaptive"
     remedy = "pass --kv-head-budgets equal"
     # Measured on an H200: the heads that keep most tokens are split so finely that the other heads do not wait for them.
     busy = 4096
@@ -130,7 +130,7 @@ def pointer_attention(
 ) -> torch.Tensor:
     """Causal attention of a request's newest tokens over its row: the tokens that each head's pointers point to, and all later tokens.
 
-    Arguments as for :func:`uneven_attention`. ``rows``: how pointers are stored in slots; ``pointed``: number of pointers of each head.
+    Arguments as for :func:`ragged_attention`. ``rows``: how pointers are stored in slots; ``pointed``: number of pointers of each head.
     """
     pointers = rows.layout
     held, kv_heads = pointers.packed_slots(pointed), keys.shape[1]
@@ -142,30 +142,30 @@ def pointer_attention(
     return attend_kept_and_tail(queries, tuple(far), torch.ones_like(kept, dtype=torch.bool), tuple(near), scaling)
 
 
-def pointer_split_counts(rows: int, busy: int = CompressedDecode.busy) -> tuple[int, int]:
+def pointer_split_counts(rows: int, min_parts: int = CompressedDecode.min_parts) -> tuple[int, int]:
     """Like :func:`~sglang_ext.layers.attention.decode_backend.split_counts`. For few rows, more parts read pointers.
 
     Measured with 2,048 pointers per head and 36 tokens after them: the time of 7 and 1 parts, over that of 4 and 4. On an H100 the ratio
     is .89 for 64 rows and 1.10 for 128 rows; on an H200 it is .79 and .97.
     """
-    parts = sum(split_counts(rows, busy))
-    exact = min(EXACT_PARTS, parts // 8) if rows * parts <= busy else EXACT_PARTS
+    parts = sum(split_counts(rows, min_parts))
+    exact = min(EXACT_PARTS, parts // 8) if rows * parts <= min_parts else EXACT_PARTS
     return parts - exact, exact
 
 
 class PointerDecode(CompressedDecode):
     """Attends to the tokens of the full KV that each head's pointers point to, and to the tokens after them."""
 
-    copies = "compressed KV of --kv-compressor verify-guided or spade"
+    compressed_kv_name = "compressed KV of --kv-compressor verify-guided or spade"
     remedy = "pass --kv-compressor snapkv"
     # As in pointer_decode, if the kernel before it selects the tokens.
-    arrived: torch.Tensor | None = None
+    finished_parts: torch.Tensor | None = None
 
     layout: PointerLayout
 
     def splits(self, requests: int) -> tuple[int, int]:
         """As :meth:`CompressedDecode.splits`."""
-        return pointer_split_counts(requests * self.kv_heads, self.busy)
+        return pointer_split_counts(requests * self.kv_heads, self.min_parts)
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
@@ -173,20 +173,20 @@ class PointerDecode(CompressedDecode):
         """As :meth:`CompressedDecode.attend`."""
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
-        return pointer_decode(self.layout, queries, keys, values, table, rows, lengths, scaling, splits, self.arrived)
+        return pointer_decode(self.layout, queries, keys, values, table, rows, lengths, scaling, splits, self.finished_parts)
 
 
 class PagesDecode(PointerDecode):
     """Points each head to the pages with the highest bounds on its query's products, then attends as over any pointers."""
 
-    copies = "compressed KV of --kv-compressor quest"
+    compressed_kv_name = "compressed KV of --kv-compressor quest"
 
     layout: PagePointerLayout
 
     def __init__(self, model_runner: "ModelRunner", layout: PagePointerLayout):
         super().__init__(model_runner, layout)
         self.layers = {layer_id: index for index, layer_id in enumerate(layout.extremes.layer_ids)}
-        self.arrived = layout.finished_parts
+        self.finished_parts = layout.finished_parts
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
@@ -203,9 +203,10 @@ class PagesDecode(PointerDecode):
 
 
 class SentRowsDecode(PointerDecode):
-    """Attends to rows that begin with K and V of compressed KV, as to any tokens: to the kernel these rows begin with no pointers."""
+    """Attends to rows that begin with K and V of compressed KV, as to any tokens: the kernel treats them as rows without
+    pointers."""
 
-    copies = "compressed KV of --kv-compressor spade with rows from cache ranks"
+    compressed_kv_name = "compressed KV of --kv-compressor spade with rows from cache ranks"
     remedy = "pass --kv-cache-ranks 0"
 
     def __init__(self, model_runner: "ModelRunner", layout: ExchangedRowLayout):

@@ -54,7 +54,7 @@ class QuantizedPrefill:
         """A context in which prompts are computed.
 
         ``seeds``: by row of the token table, int32 [tokens], seed of each token of the prompt (layouts/block_layout.py). ``stored``: as
-        :attr:`stored`; rows may lack full KV there. The blocks end before the first token that is computed.
+        :attr:`stored`. Its rows need no full KV for these tokens. The blocks end before the first token that is computed.
         """
         self.rows, self.stored = seeds, stored or {}
         try:

@@ -30,7 +30,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     prefill: "QuantizedPrefill | None" = None
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
-        """As SGLang's, which does not pass the layer to :meth:`_run_sdpa_forward_extend`."""
+        """Store the layer, which SGLang does not pass to :meth:`_run_sdpa_forward_extend`, and call SGLang's method."""
         self._layer = layer.layer_id
         return super().forward_extend(q, k, v, layer, *given, **named)
 

@@ -106,25 +106,25 @@ def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend 
     with speculative(model_runner):
         sizes = get_batch_sizes_to_capture(model_runner, width)[0] if most is None else list(range(1, most + 1))
         with _batch_sizes(model_runner, capturable_sizes(attention, sizes, width)):
-            make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
+            reserve_logits_buffer(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
             return VerifyGraphRunner(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
-def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
+def reserve_logits_buffer(model_runner: "ModelRunner", tokens: int) -> None:
     """Let graphs that are captured later use a buffer for the logits of ``tokens`` tokens.
 
     SGLang's buffer fits the longest drafts for all requests, but only few requests at once have drafts that long
     (options.py:MAX_WIDE_REQUESTS).
     """
-    room = model_runner.graph_shared_output
-    if room is None or room.max_rows < tokens:
+    logits_buffer = model_runner.graph_shared_output
+    if logits_buffer is None or logits_buffer.max_rows < tokens:
         model_runner.graph_shared_output = GraphSharedOutput(device=model_runner.device, max_rows=tokens)
 
 
 def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
     """The batch sizes, ascending, that fit the attention's workspace. Larger batches are verified without a graph."""
-    has_room = getattr(attention, "has_room", None)
-    found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
+    fits_workspace = getattr(attention, "fits_workspace", None)
+    found = sizes if fits_workspace is None else [size for size in sizes if fits_workspace(size, width)] or sizes[:1]
     if found != sizes:
         logger.info(
             "sglang-ext: verifications of %s tokens of more than %s requests run without graphs, whose workspace would be larger than "
@@ -157,7 +157,7 @@ def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> Attention
         # A verification may exceed the end of a context; the token table is wide enough.
         backend.max_context_len += width
         return backend
-    from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
+    from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
 

@@ -5,7 +5,7 @@ arXiv 2404.14469, section 4). Two passes read the keys. The first computes each 
 the means. No attention matrix is written to memory.
 
 :func:`compute_exact_logits`: logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py).
-Before, :func:`rotate_queries` rotates queries (RoPE) to later positions (mem_cache/compressed/rotary.py:advanced).
+Before, :func:`rotate_queries` rotates queries (RoPE) to later positions (mem_cache/compressed/rotary.py:rotate_ahead).
 """
 
 from collections.abc import Callable
@@ -307,7 +307,7 @@ class LogitsRequest(NamedTuple):
 
 
 def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: LogitsRequest) -> None:
-    """Compute logits with exact keys, and their normalizers. Arguments as in :func:`mark_tokens`."""
+    """Compute logits with exact keys, and their normalizers. Arguments as in select_tokens.py:mark_tokens."""
     heads, dim = like.shape[1:]
     group = queries.shape[2] // heads
 

@@ -249,7 +249,7 @@ class QuantizedKeyTensors:
     group: int
 
     def compute_logits(self, queries: torch.Tensor, asked: LogitsRequest) -> None:
-        """Compute logits and their normalizers, like :func:`compute_exact_logits`, from float32 [requests, layers, query_heads, head_dim].
+        """Compute logits and their normalizers, like key_scores.py:compute_exact_logits, from float32 [requests, layers, query_heads, head_dim].
 
         Raises:
             OptionError: The GPU has no integer products, or no tiles of such heads fit.

@@ -347,7 +347,8 @@ def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
 
 
 class PageTables(Protocol):
-    """Which rows begin with pointers, and their pages: what kernels read of :class:`PagePointerLayout`, which describes the attributes."""
+    """Which rows begin with pointers, and their pages: what kernels read of ``PagePointerLayout``
+    (mem_cache/compressed/layouts/pointers.py), which describes the attributes."""
 
     @property
     def counts(self) -> torch.Tensor: ...

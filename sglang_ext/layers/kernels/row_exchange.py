@@ -279,7 +279,7 @@ def commit_rows(
     """Write received rows to the compressed KV of each request whose reply has arrived. The others stay unchanged.
 
     Args:
-        arrived: Regions of the exchange buffer, by lane: counts, moves, keys and values (exchange_buffer.py:ExchangeLayout).
+        arrived: Regions of the exchange buffer, by lane: counts, moves, keys and values (managers/cache_rank/protocol.py:ExchangeLayout).
         hits: Result of exchange_kernels.py:wait_for_selections.
         numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
         records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each compressed KV holds; updated.

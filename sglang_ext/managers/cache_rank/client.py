@@ -30,7 +30,7 @@ from sglang_ext.managers.cache_rank.exchange_buffer import SelectionTarget
 from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, PendingSelection, RankRequest, RowRecord, block_hashes
 from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, CompressedRequests, FreeBlocks
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, CompressedKVSource, FreeBlocks
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -127,7 +127,7 @@ class CacheRankClient(AsyncSelector):
         request = self._requests.get(row)
         return None if request is None or request.has_lost_rank else request
 
-    def _due_rows(self, compressed_kv: CompressedRequests, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
+    def _due_rows(self, compressed_kv: CompressedKVSource, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
         """Return the requests of ``ends`` that are due for a selection request."""
         self._steps += 1
         # If steps are verified, the interval is counted in steps across rounds: a round may have fewer steps, and rejected drafts reset
@@ -138,17 +138,17 @@ class CacheRankClient(AsyncSelector):
         self._last_due_step.update(dict.fromkeys(due, self._steps))
         return due
 
-    def _has_keys(self, compressed_kv: CompressedRequests, row: int) -> bool:
+    def _has_keys(self, compressed_kv: CompressedKVSource, row: int) -> bool:
         """Whether the rank has, or was sent, all keys that the request's compressed KV covers."""
         request = self._served_request(row)
         return request is not None and request.held >= compressed_kv.get(row).covered
 
-    def _lacks_keys(self, compressed_kv: CompressedRequests, row: int) -> bool:
+    def _lacks_keys(self, compressed_kv: CompressedKVSource, row: int) -> bool:
         """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
         request = self._served_request(row)
         return request is not None and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
 
-    def _send_missing_keys(self, compressed_kv: CompressedRequests, row: int) -> None:
+    def _send_missing_keys(self, compressed_kv: CompressedKVSource, row: int) -> None:
         """Send keys of a request that is not due, as far as staging slots are free."""
         # An earlier request may have taken the last staging slot.
         if self._lacks_keys(compressed_kv, row):
@@ -156,7 +156,7 @@ class CacheRankClient(AsyncSelector):
                 request = self._requests[row]
                 request.leases.extend(request, self._table[row, : compressed_kv.get(row).covered].long())
 
-    def _hand_over_keys(self, compressed_kv: CompressedRequests, row: int) -> RankRequest | None:
+    def _hand_over_keys(self, compressed_kv: CompressedKVSource, row: int) -> RankRequest | None:
         """Return the request in ``row`` once its rank has, or is sent, the keys that its compressed KV covers. Before, and if no rank takes
         it, return None and count a missing selection."""
         covered = compressed_kv.get(row).covered
@@ -173,7 +173,7 @@ class CacheRankClient(AsyncSelector):
             self._close_lease(row)
         return None
 
-    def _open_request(self, compressed_kv: CompressedRequests, row: int) -> RankRequest:
+    def _open_request(self, compressed_kv: CompressedKVSource, row: int) -> RankRequest:
         """Return the request in ``row``, at another rank if its rank was lost.
 
         Raises:
@@ -190,7 +190,7 @@ class CacheRankClient(AsyncSelector):
             request = self._requests[row] = self._open_lease(compressed_kv, row)
         return request
 
-    def _open_lease(self, compressed_kv: CompressedRequests, row: int) -> RankRequest:
+    def _open_lease(self, compressed_kv: CompressedKVSource, row: int) -> RankRequest:
         """Open a lease at the rank with the most free blocks, preferring ranks with a free lane.
 
         Raises:
@@ -206,7 +206,7 @@ class CacheRankClient(AsyncSelector):
             request.names = block_hashes(namespace, compressed_kv.prompt_of(row))
         return request
 
-    def _target(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, pending: PendingSelection) -> SelectionTarget:
+    def _target(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, pending: PendingSelection) -> SelectionTarget:
         """The part of a request's compressed KV that applies the selection of a pack."""
         exchange_buffer, compressed, record = request.leases.link.exchange_buffer, compressed_kv.get(row), self._records.get(row)
         entry, word = exchange_buffer.shape.entry(request.lane, pack.first), exchange_buffer.word(pending.sequence)

@@ -51,7 +51,7 @@ HANDLE_BYTES = 64
 
 
 class ExchangeBufferError(OptionError):
-    """The GPUs cannot share the exchange buffer. The text names the GPUs and the remedy."""
+    """The exchange buffer cannot be allocated or shared. The text names the reason and the remedy."""
 
 
 def _allocate_on_gpu(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
@@ -72,10 +72,21 @@ def _allocate_on_gpu(size: int, device: torch.device) -> tuple[torch.Tensor, byt
 
 
 def _allocate_on_host(size: int) -> tuple[torch.Tensor, int]:
-    """Allocate anonymous shared memory, whose pages use no memory until they are written: uint8 [size], and its descriptor."""
+    """Allocate anonymous shared memory, whose pages use no memory until they are written: uint8 [size], and its descriptor.
+
+    Raises:
+        ExchangeBufferError: The system refuses the size.
+    """
     descriptor = os.memfd_create("kv-exchange", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), descriptor
+    try:
+        os.ftruncate(descriptor, size)
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), descriptor
+    except OSError as error:
+        os.close(descriptor)
+        raise ExchangeBufferError(
+            f"the exchange buffer of a cache rank needs {size / 1e6:.0f} MB of shared memory, which the system refuses ({error.strerror}): "
+            "pass a lower --max-running-requests, a lower --kv-select, or --kv-cache-ranks 0"
+        ) from None
 
 
 class QueryUpload(NamedTuple):

@@ -10,7 +10,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +35,7 @@ from sglang_ext.managers.cache_rank.protocol import (
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.policy import max_tail
@@ -45,7 +45,6 @@ from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.memory_plan import MemoryPlanner
@@ -235,25 +234,6 @@ def check_value_layout(buffers: KVBuffers) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RemoteOnlyFullKV(FullKVProvider):
-    """Full-KV provider of one scheduler process with cache ranks, in mode lossy.
-
-    Attributes:
-        freed_full_kv: Frees the full KV that the ranks hold.
-    """
-
-    freed_full_kv: RemoteOnlyKV
-
-    def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
-        """Free full KV that the ranks hold, at the start of a round."""
-        self.freed_full_kv.free_full_kv(reqs)
-
-    def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
-        return self.freed_full_kv.full_kv_start(row, protected)
-
-
 class CacheRanks(Feature):
     """Starts the cache ranks, and frees full KV that they hold. Does nothing if the server's method uses no ranks."""
 
@@ -278,18 +258,18 @@ class CacheRanks(Feature):
         if not planner.on_gpu:
             return {}
         records = 4 * tokens * planner.model.layers * planner.model.kv_heads if selection_options.has_remote_values(self.args) else 0
-        return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.ranks(self.args) + records}
+        return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.num_cache_ranks(self.args) + records}
 
     def selector(self, worker: Worker, method: CompressionMethod) -> CacheRankClient | None:
         """Start the cache ranks, wait until they are ready, and create their client. A rank that is not ready in time is logged, and used
         once it is ready.
 
         Raises:
-            ExchangeBufferError: A GPU cannot read this GPU's memory.
+            ExchangeBufferError: A GPU cannot read this GPU's memory, or the system has too little shared memory.
             OptionError: Rows of this model cannot be sent.
         """
         args = self.args
-        if not selection_options.ranks(args):
+        if not selection_options.num_cache_ranks(args):
             return None
         table = worker.req_to_token_pool.req_to_token
         of_model = method, worker.buffers, worker.memory.model.query_heads, worker.methods.rotary, worker.max_requests
@@ -306,7 +286,7 @@ class CacheRanks(Feature):
             self._client = LayerwiseClient(links, *given, timeline=PackTimeline(file))
         return self._client
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> RemoteOnlyFullKV | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
         compressed_kv = worker.compressed_kv
         stays = options.why_full_kv_stays(self.args) is not None or self.args.disaggregation_mode != "null"
@@ -316,7 +296,7 @@ class CacheRanks(Feature):
         takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
         logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
         tail = max_tail(method, compressed_kv.allocator.page_size, worker.memory.model.context)
-        return RemoteOnlyFullKV(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
+        return FreedFullKVProvider(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the ranks; none if no ranks were started."""

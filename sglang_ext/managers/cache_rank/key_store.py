@@ -95,12 +95,12 @@ class KeyStore:
         if self._exact is None:
             for place, tokens, first in pulls:
                 memory.pull([StagedTokens(place, tokens, 0)], self._block)
-                self._coder.code(self._first[:tokens], first)
+                self._coder.quantize(self._first[:tokens], first)
             return
         for some in split_by_block(pulls):
             memory.pull(some, self._exact)
             if self._coder is not None:
-                self._coder.code(_target_slots(some, self._device))
+                self._coder.quantize(_target_slots(some, self._device))
             if self._values is not None:
                 memory.pull(some, self._values, values=True)
 

@@ -26,7 +26,7 @@ from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
 from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
-from sglang_ext.mem_cache.compressed.async_selector import CompressedRequests
+from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
@@ -115,7 +115,7 @@ class LayerwiseClient(CacheRankClient):
         self.missed[full if free.blocks else self.links[0].down_reason] += 1
         return True
 
-    def observe_step(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+    def observe_step(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> LayerObserver | None:
         """See :meth:`AsyncSelector.observe_step`. Sends missing keys first."""
         if not ends:
             return None
@@ -133,10 +133,10 @@ class LayerwiseClient(CacheRankClient):
         requests = {row: self._requests[row] for row in ends if self.has_request(row)}
         return StepObserver(self, compressed_kv, requests, {row: ends[row] for row in ready if row in requests})
 
-    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`. The observer has done all work."""
 
-    def apply(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, deadline: float) -> bool:
+    def apply(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, deadline: float) -> bool:
         """Apply the selection of a pack if it arrives until ``deadline``, ``time.monotonic`` seconds. Return False if it is late."""
         pending = request.pending.get(pack.first)
         if pending is None:
@@ -161,7 +161,7 @@ class LayerwiseClient(CacheRankClient):
         """Whether the reply to a pack's newest selection request has not arrived."""
         return not request.has_lost_rank and pack.first in request.pending and pack.first in request.unanswered
 
-    def _write(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack) -> int | None:
+    def _write(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack) -> int | None:
         """Write an arrived selection to the compressed KV. Return the bytes of its K and V, or None if it cannot be applied any more."""
         pending, compressed = request.pending.pop(pack.first), compressed_kv.get(row)
         if request.has_lost_rank or (pending.covered, pending.keep) != (compressed.covered, compressed.own_tokens):
@@ -182,7 +182,7 @@ class LayerwiseClient(CacheRankClient):
         self.taken += is_last
         return moved * 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
 
-    def publish(self, compressed_kv: CompressedRequests, row: int, request: RankRequest, pack: Pack, end: int) -> None:
+    def publish(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, end: int) -> None:
         """Publish the queries that a step's layers have just computed, for the next step, if the pack has no open selection request.
 
         ``end`` is the position after the step's token.
@@ -241,7 +241,7 @@ class StepObserver(LayerObserver):
         due: Position after the step's token, by row, of the requests that publish.
     """
 
-    def __init__(self, client: LayerwiseClient, compressed_kv: CompressedRequests, requests: dict[int, RankRequest], due: dict[int, int]):
+    def __init__(self, client: LayerwiseClient, compressed_kv: CompressedKVSource, requests: dict[int, RankRequest], due: dict[int, int]):
         self._client, self._compressed_kv, self._requests, self._due = client, compressed_kv, requests, due
         self._left, self._late = client.max_wait_seconds, set[int]()
 

@@ -15,7 +15,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_BLOCKS_PER_LEASE
 from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
+from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 
 
 class MemoryFull(Exception):
@@ -237,4 +237,4 @@ def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
     """
     ids = numpy.asarray(tokens, numpy.int64)
     blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))
-    return [*chained([namespace.encode(), *blocks])][1:]
+    return [*prefix_hashes([namespace.encode(), *blocks])][1:]

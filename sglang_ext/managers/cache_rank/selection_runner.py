@@ -317,7 +317,7 @@ class SelectionRunner:
         predicted = self._method.predictor.predict(queries, inputs.positions[number, None], self._rotary, inputs.form.ahead)
         first = inputs.form.first
         layers = enumerate(zip(predicted.unbind(1), buffers.scaling[first : first + inputs.form.layers]), first)
-        scores = torch.stack([attention(query, buffers.scored(at, places), scaling) for at, (query, scaling) in layers])
+        scores = torch.stack([attention(query, buffers.scoring_keys(at, places), scaling) for at, (query, scaling) in layers])
         kept = top_tokens(scores[None], keep, self._method.sinks, self._method.recent)[0]
         marked = mark_always(scores, self._method.sinks, self._method.recent)
         return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])

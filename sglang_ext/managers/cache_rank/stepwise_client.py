@@ -28,7 +28,7 @@ from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
 from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
-from sglang_ext.mem_cache.compressed.async_selector import CompressedRequests, compile_lengths
+from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource, compile_lengths
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -116,7 +116,7 @@ class StepwiseClient(CacheRankClient):
         """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
         self.interval_tuner.record_round(time.monotonic(), self.waited, forwards)
 
-    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
         """See :meth:`AsyncSelector.on_step_end`."""
         every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
         if self._launched is not None:
@@ -137,7 +137,7 @@ class StepwiseClient(CacheRankClient):
             # Verification overwrites the queries of drafts.
             self._wait_for_launched()
 
-    def _selection_interval(self, compressed_kv: CompressedRequests, rows: Iterable[int]) -> int:
+    def _selection_interval(self, compressed_kv: CompressedKVSource, rows: Iterable[int]) -> int:
         """Return the selection interval in steps. Of the requests in ``rows``, only those whose keys are at a rank count."""
         at_ranks = Counter(self._requests[row].leases.link for row in rows if self._has_keys(compressed_kv, row))
         before, every = self.interval_tuner.every, self.interval_tuner.record_step(max(at_ranks.values(), default=0))
@@ -149,7 +149,7 @@ class StepwiseClient(CacheRankClient):
         return every
 
     def _take_open_requests(
-        self, compressed_kv: CompressedRequests, rows: Iterable[int]
+        self, compressed_kv: CompressedKVSource, rows: Iterable[int]
     ) -> list[tuple[int, RankRequest, PendingSelection]]:
         """Take the open selection requests of some rows whose compressed KV still matches. Afterwards none of the rows has one open."""
         found = []
@@ -162,7 +162,7 @@ class StepwiseClient(CacheRankClient):
                 found.append((row, request, pending))
         return found
 
-    def _publish(self, compressed_kv: CompressedRequests, due: dict[int, int], rows_with_missing_keys: Sequence[int], every: int) -> None:
+    def _publish(self, compressed_kv: CompressedKVSource, due: dict[int, int], rows_with_missing_keys: Sequence[int], every: int) -> None:
         """Write queries and keys of requests that are ``due`` to exchange buffers, and missing keys of other requests. Notify the ranks."""
         whole = {row: end for row, end in due.items() if self._has_keys(compressed_kv, row)}
         # First, or these would wait until the rank has copied the keys of others.
@@ -171,7 +171,7 @@ class StepwiseClient(CacheRankClient):
             self._send_missing_keys(compressed_kv, row)
         self._publish_batch(compressed_kv, {row: end for row, end in due.items() if row not in whole}, every)
 
-    def _publish_batch(self, compressed_kv: CompressedRequests, due: dict[int, int], every: int) -> None:
+    def _publish_batch(self, compressed_kv: CompressedKVSource, due: dict[int, int], every: int) -> None:
         """Publish the selection requests of some requests in one batch per rank, after their missing keys. Announces earlier writes too."""
         submissions: dict[ExchangeBuffer, list[SelectionSubmission]] = {link.exchange_buffer: [] for link in self.links}
         for row, end in due.items():
@@ -194,7 +194,7 @@ class StepwiseClient(CacheRankClient):
                 request.pending[0] = PendingSelection(selection_request.sequence, selection_request.covered, selection_request.keep)
 
     def _build_request(
-        self, compressed_kv: CompressedRequests, row: int, request: RankRequest, end: int, every: int
+        self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, end: int, every: int
     ) -> SelectionSubmission | None:
         """Return a selection request with the queries before ``end``; None if there are none."""
         compressed, exchange_buffer = compressed_kv.get(row), request.leases.link.exchange_buffer
@@ -214,7 +214,7 @@ class StepwiseClient(CacheRankClient):
             QueryUpload(places, request.lane, exchange_buffer.word(request.sequence), None if record is None else record.positions),
         )
 
-    def _apply(self, compressed_kv: CompressedRequests, open_requests: Sequence[tuple[int, RankRequest, PendingSelection]]) -> None:
+    def _apply(self, compressed_kv: CompressedKVSource, open_requests: Sequence[tuple[int, RankRequest, PendingSelection]]) -> None:
         """Point compressed KV to the selections that arrive in time."""
         if open_requests:
             # The wait ignores selection requests that are not written yet.

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage, RawCodec, page_ends
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
@@ -32,8 +31,9 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RecomputeSource
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -225,7 +225,7 @@ def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) ->
     if not is_token_only(req) or fallback_reason(req):
         return None
     covered = method.covered(tokens - method.recent)
-    if not method.packs_all or tokens < method.shortest or covered <= method.sinks:
+    if not method.packs_all or tokens < method.min_context or covered <= method.sinks:
         return None
     return QuantizedPrompt(method, tokens, covered)
 

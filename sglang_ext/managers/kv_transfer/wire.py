@@ -3,7 +3,7 @@
 Also the settings that both ends must agree on before any KV is transferred, and the error that names the difference.
 
 A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part. Structs are encoded as arrays, so the order of their fields
-is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/disaggregation/golden pins them).
+is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/kv_transfer/golden pins them).
 """
 
 from collections.abc import Callable

@@ -22,10 +22,10 @@ from sglang_ext.layers import forward
 from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.spec_decode.grammar import GrammarWalk
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
-from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
-from sglang_ext.mem_cache.compressed.policy import select_useful_rows
+from sglang_ext.mem_cache.compressed.policy import rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class StepRunner:
         wanted = sorted({*plan.full_kv_reqs, *selecting})
         states = [plan.states[i] for i in wanted]
         rows = (RecordedRows(state.row, i, i + 1, plan.starts[i] + index) for i, state in zip(wanted, states))
-        return select_useful_rows(self.worker.compressed_kv, states, rows)
+        return rows_to_record(self.worker.compressed_kv, states, rows)
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Verifier:
             counts=[width] * count,
         )
         rows = (RecordedRows(state.row, k * width, (k + 1) * width, length) for k, (state, length) in enumerate(zip(states, lengths)))
-        recorded = select_useful_rows(self.worker.compressed_kv, states, rows)
+        recorded = rows_to_record(self.worker.compressed_kv, states, rows)
         if graphs is not None:
             self.worker.queries.set_targets(recorded)
             return graphs.verify(batch, inputs), inputs.positions
@@ -333,7 +333,7 @@ def prefill(
         from sglang_ext.managers.quantized_attention import QuantizedAttention
 
         attention = worker.feature(QuantizedAttention).computing_prompts(batch, states)
-    recorded = select_useful_rows(worker.compressed_kv, states, _recorded_queries(batch))
+    recorded = rows_to_record(worker.compressed_kv, states, _recorded_queries(batch))
     with worker.queries.recording(recorded), attention:
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result, penalties)

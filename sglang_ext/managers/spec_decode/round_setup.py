@@ -18,7 +18,7 @@ from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
 from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_short, tokens_until_refresh
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_too_short_to_compress, tokens_until_refresh
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -108,6 +108,25 @@ class FullKVProvider:
 
 
 @dataclass(frozen=True)
+class FreedFullKVProvider(FullKVProvider):
+    """Full-KV provider of mode lossy, if compressed KV or cache ranks replace full KV.
+
+    Attributes:
+        freed_full_kv: Frees the full KV.
+    """
+
+    freed_full_kv: "FreedFullKV"
+
+    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
+        """Free full KV at the start of a round."""
+        self.freed_full_kv.free_full_kv(reqs, drafting)
+
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """See :meth:`FullKVProvider.full_kv_start`."""
+        return self.freed_full_kv.full_kv_start(row, protected)
+
+
+@dataclass(frozen=True)
 class RoundSetup:
     """Sets up the rounds of one worker.
 
@@ -158,7 +177,7 @@ class RoundSetup:
             length=length,
             remaining=max(0, output_end(req) - length),
             is_checked_token_by_token=_is_checked_token_by_token(req, state),
-            is_short=is_short(self.compressed_kv, row, length),
+            is_short=is_too_short_to_compress(self.compressed_kv, row, length),
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,

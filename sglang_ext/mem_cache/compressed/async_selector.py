@@ -3,8 +3,8 @@
 :class:`StreamSelector` selects for compressed KV that consists of pointers:
 
 1. When a draft step ends a request's selection interval, the queries of that step start a selection on the second stream.
-2. The selection is written to spare slots of the compressed KV while the next steps run.
-3. At the end of the next interval, the compressed KV points to the new selection, and the old slots become the spare ones.
+2. The selection is written to back slots of the compressed KV while the next steps run.
+3. At the end of the next interval, the compressed KV points to the new selection, and the old slots become the back slots.
 
 Each selection therefore has a whole interval to finish, and which step reads it depends on the request alone. The streams wait for each
 other on the device only. Tokens that are newer than a selection follow the compressed KV in the draft row and are read exactly.
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
 from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FreeBlocks:
         return True
 
 
-class CompressedRequests(Protocol):
+class CompressedKVSource(Protocol):
     """The compressed KV of requests, as selectors use it. Members as :class:`~.cache.CompressedKVCache`'s."""
 
     num_compressions: Counter[str]
@@ -87,7 +87,7 @@ class AsyncSelector(ABC):
     compressed KV of rows where cache ranks have the full KV, which this process then can free (remote_only.py).
 
     Attributes:
-        in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to spare slots.
+        in_place: Whether a selection overwrites the previous one between two steps. Otherwise it is written to back slots.
         sends_rows: Whether it holds its requests' full KV, and sends K and V of the selected tokens.
         processes: Numbers of running and of started processes, if other processes select.
     """
@@ -108,12 +108,12 @@ class AsyncSelector(ABC):
             interval: Selection interval, in steps.
         """
 
-    def observe_step(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+    def observe_step(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> LayerObserver | None:
         """Handle the start of a step. Returns the observer of its layers; None if none is needed. Arguments as :meth:`on_step_end`'s."""
         return None
 
     @abstractmethod
-    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
         """Handle a launched step: apply selections of requests whose selection interval ends, and start new ones with the step's queries.
 
         Args:
@@ -124,7 +124,7 @@ class AsyncSelector(ABC):
 
     @abstractmethod
     def flush(self, row: int) -> None:
-        """Order later work of the current stream after all launched work for the request in ``row``.
+        """Make the current stream wait for all work launched for the request in ``row``.
 
         Called before its compressed KV gets other slots or is freed. No-op if nothing was launched.
         """
@@ -137,8 +137,10 @@ class AsyncSelector(ABC):
         """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
-        """Whether the request in ``row``, of ``tokens`` tokens, reads its full KV because nothing can select its tokens now. If so, a missing
-        selection is counted."""
+        """Whether the request in ``row`` must decode on its full KV: no cache rank can take its ``tokens`` tokens now.
+
+        Counts a missing selection if so.
+        """
         return False
 
     def num_held_tokens(self, row: int) -> int:
@@ -162,9 +164,9 @@ class AsyncSelector(ABC):
         return False
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
-        """Send the new ones of ``slots``, int64 [tokens], before a refresh of compressed KV of rows whose request lacks full KV here.
+        """Send the tokens that a refresh will cover and that the rank lacks, for a request whose full KV is remote-only.
 
-        ``slots`` are those of all tokens to cover. Returns whether all of them were sent. Does not wait.
+        ``slots``, int64 [tokens], are those of all tokens to cover. Returns whether all of them were sent. Does not wait.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
@@ -173,9 +175,9 @@ class AsyncSelector(ABC):
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
-        """The rows that a refresh copies, after :meth:`extend` has returned True for it.
+        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy.
 
-        The compressed KV is to cover ``covered`` tokens, and to keep ``keep`` per head.
+        Called after :meth:`extend` returned True.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
@@ -202,7 +204,7 @@ class StreamSelector(AsyncSelector):
         method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
         token_table: int32, SGLang's token table with the draft rows.
         selector: Runs the selection.
-        queries: The newest queries of each request. Its rings keep queries valid for the steps between two selections.
+        queries: The newest queries of each request. A ring is long enough that queries stay valid while a selection reads them.
         intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
 
@@ -233,14 +235,14 @@ class StreamSelector(AsyncSelector):
         contexts = SelectionContexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
         for interval in self._intervals:
-            # Rotate as far ahead as steps do: the first rotation by a new distance makes the host wait for the device.
+            # Use the same distances as steps: the first rotation by a new distance makes the host wait for the device.
             self._side.wait(self._launch_on_side(contexts, places, positions, interval + 1))
 
     def on_round_start(self, forwards: int, interval: int) -> None:
         """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
         self._interval = interval
 
-    def on_step_end(self, compressed_kv: CompressedRequests, ends: dict[int, int], following: int | None) -> None:
+    def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
         """Apply and start selections, as :meth:`AsyncSelector.on_step_end`. After a verification, compressed KV is refreshed anyway."""
         interval = self._interval
         due = {row: end for row, end in ends.items() if not (end - compressed_kv.get(row).covered) % interval}
@@ -257,7 +259,7 @@ class StreamSelector(AsyncSelector):
             self._launch_requests(compressed_kv, windows, ahead)
 
     def flush(self, row: int) -> None:
-        """Wait as :meth:`AsyncSelector.flush`, since the selection writes to spare slots."""
+        """Wait as :meth:`AsyncSelector.flush`, since the selection writes to back slots."""
         self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
@@ -265,7 +267,7 @@ class StreamSelector(AsyncSelector):
         for row in list(self._in_progress):
             self.flush(row)
 
-    def _apply(self, compressed_kv: CompressedRequests, rows: Sequence[int]) -> None:
+    def _apply(self, compressed_kv: CompressedKVSource, rows: Sequence[int]) -> None:
         """Point compressed KV to the finished selections."""
         if not rows:
             return
@@ -282,17 +284,17 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch_requests(self, compressed_kv: CompressedRequests, windows: Sequence[QueryWindow], ahead: int) -> None:
+    def _launch_requests(self, compressed_kv: CompressedKVSource, windows: Sequence[QueryWindow], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
-        copies, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
-        for window, compressed in zip(windows, copies):
+        compressed_kvs, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
+        for window, compressed in zip(windows, compressed_kvs):
             numbers.append([window.row, compressed.covered, compressed.own_tokens, first])
             first += len(compressed.back_slots)
-        targets = torch.cat([compressed.back_slots for compressed in copies])
+        targets = torch.cat([compressed.back_slots for compressed in compressed_kvs])
         always = self._method.compressor.sinks, self._method.compressor.recent
-        lengths = tuple(compressed.covered for compressed in copies)
+        lengths = tuple(compressed.covered for compressed in compressed_kvs)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
         done = self._launch_on_side(contexts, places, positions, ahead)

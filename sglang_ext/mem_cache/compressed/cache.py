@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Smallest number of prefix tokens for which a shared segment is worth its memory.
+# Minimum prefix tokens of a shared segment. A shorter one would save too little memory.
 MIN_SHARED = 256
 
 
@@ -51,7 +51,7 @@ class CompressedKVCache:
         rotary: The model's rotary embedding, for compressors that need it.
         method_index_of: Index in :attr:`methods` of the method of the request in a row.
         prompt_of: Prompt token ids of the request in a row.
-        namespace_of: The prefix tree's namespace for KV that depends on more than tokens; None where tokens do not identify the KV.
+        namespace_of: Adapter or salt of the request in a row (``extra_key``), on which its KV also depends; None if token ids do not identify its KV.
         layout: How compressed KV is stored in slots.
         async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
@@ -92,7 +92,7 @@ class CompressedKVCache:
         return row + self.rows
 
     def max_covered(self, row: int, tokens: int) -> int:
-        """How many of a request's first ``tokens`` tokens new compressed KV would cover, before rounding to units.
+        """Upper limit of the tokens that new compressed KV can cover, of a request's first ``tokens``. Not rounded to units.
 
         Tokens after the newest recorded queries have no queries that attend to them. If the method scores by queries, these tokens stay
         exact, as recent tokens do.
@@ -205,8 +205,8 @@ class CompressedKVCache:
             is_prompt_unfinished: Whether the prompt is still being prefilled. Its first round then refreshes the compressed KV.
 
         Returns:
-            False if the pool lacks the slots. Existing compressed KV then stays as it is, and nothing was evicted. Also False if the
-            method's scores cannot be used (:meth:`is_refused`). The request then has no compressed KV.
+            False in two cases. The pool lacks slots: existing compressed KV stays as it is, and nothing is evicted. Or the method's scores cannot be
+            used (:meth:`is_refused`): the request then has no compressed KV.
         """
         method, max_covered = self.method(row), self.max_covered(row, tokens)
         covered = method.covered(max_covered)
@@ -244,20 +244,20 @@ class CompressedKVCache:
             shareable = method.covered(min(prefix.tokens, compressed.covered))
             end = shareable if shareable - end >= MIN_SHARED else end
         shared = method.num_kept(end - compressed.shared_len)
-        own = method.num_owned(compressed, end, shared)
+        own = method.num_own_tokens(compressed, end, shared)
         segment_slots = packing.held_slots(shared)
         end_of_own = segment_slots + compressed.sinks + packing.held_slots(own)
         spare = packing.held_slots(own) if self.async_selector is not None and not self.async_selector.in_place else 0
-        slots = self._slots_for(compressed.owned_slots, end_of_own + spare, headroom)
+        slots = self._resize_slots(compressed.owned_slots, end_of_own + spare, headroom)
         if slots is None:
             return False
-        renewed = len(compressed.own) > 0
+        has_sinks = len(compressed.own) > 0
         # Cloned: Triton would compile its kernels again for a tensor that is not aligned to 16 bytes.
         compressed.own, new_segment = slots[segment_slots:end_of_own].clone(), None
         selects_in_steps = self.async_selector is not None or self.layout.selects_in_attention
         compressed.back_slots = slots[end_of_own:].clone() if selects_in_steps else None
         # If all tokens are kept, packed tokens stay as they are: full KV does not change.
-        done = min(compressed.own_tokens, own) if method.compressor.keeps_all else 0
+        num_filled = min(compressed.own_tokens, own) if method.compressor.keeps_all else 0
         compressed.own_tokens, compressed.own_packed = own, packing.packed_slots(own)
         if shared:
             new_segment = Segment(
@@ -266,7 +266,7 @@ class CompressedKVCache:
             compressed.segments.append(new_segment)
         try:
             kept = self._resolve_selection(row, compressed)
-            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, done, tokens, renewed, kept)
+            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, num_filled, tokens, has_sinks, kept)
         except ScoresError as error:
             self._refuse(method, error)
             if new_segment is not None:
@@ -308,7 +308,7 @@ class CompressedKVCache:
         Newer tokens follow it in the draft row.
 
         Args:
-            row: The request's row in the token table. Its method has :attr:`~.contracts.compressor.Compressor.every`.
+            row: The request's row in the token table. Its method has :attr:`~sglang_ext.mem_cache.compressors.compressor.Compressor.every`.
             end: Position after that of the newest query.
             every: Selection interval, in steps.
         """
@@ -325,14 +325,14 @@ class CompressedKVCache:
             self.num_compressions[compressed.method] += 1
 
     def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
-        """Replace the selection of some layers with ``kept``, int64 [layers, kv_heads, count], as many tokens, made in or for a step."""
+        """Replace the selection of some layers by ``kept``, int64 [layers, kv_heads, count]: positions, as many as before."""
         compressed = self._by_row[row]
         source, targets = self.token_table[row, : compressed.covered].long(), compressed.own[compressed.sinks :]
         self.method(row).packing.write(self.buffers.of_layers(layers), kept, source, targets)
         # Count once for all groups of layers.
         self.num_compressions[compressed.method] += layers.stop == len(self.buffers.keys)
 
-    def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
+    def _resize_slots(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """Grow or shrink ``slots``, int64, to ``count``. Returns None if the pool lacks the slots."""
         missing = count - len(slots)
         if missing <= 0:
@@ -362,8 +362,8 @@ class CompressedKVCache:
         """Handle that a request's row points to other slots from position ``start`` on. The old slots are free.
 
         SGLang may move a prompt's tokens to other slots after the first round began: the prefix tree replaces slots of tokens that it
-        already has. Draft rows and pointers then point to freed slots. Free such pointers, or select again. Selecting again gives the
-        request compressed KV as early as a prompt that is new to the tree.
+        already has. Draft rows and pointers then point to freed slots. Compressed KV of pointers is written again with the same queries, or freed if
+        that is impossible.
         """
         compressed = self._by_row.get(row)
         if self.layout.points_to_full_kv:
@@ -413,7 +413,7 @@ class CompressedKVCache:
             self.tree_cache.segments.release(segment)
 
     def largest_releasable_row(self) -> int | None:
-        """Row of the request with the largest compressed KV that it does not need. Requests with offloaded or no full KV need theirs."""
+        """Row of the request with the most compressed KV, of those whose full KV is on the device. None if there is none."""
         residency = self.tree_cache.residency
         rows = [row for row in self._by_row if residency is None or not residency.is_offloaded(row)]
         rows = [row for row in rows if not self.can_lack_full_kv(row)]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
 from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.rotary import Rotary
     from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
-# Smallest number of tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
+# Minimum tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
 # tokens stay as they are, so that this costs little.
 PACK_AFTER = 128
 
@@ -78,17 +78,18 @@ class CompressionMethod:
 
     @property
     def max_exact_tail(self) -> int:
-        """Largest number of exact tokens after such compressed KV before it packs new ones."""
+        """Maximum exact tokens after compressed KV that packs all tokens, before it packs new ones."""
         return self.recent + self.pack_after + PLAIN_STEPS - 1
 
-    def next_refresh(self, reach: int) -> int:
-        """Context length at which such compressed KV, made over ``reach`` tokens, packs new tokens.
+    def next_refresh(self, max_covered: int) -> int:
+        """Context length at which compressed KV that packs all tokens is refreshed.
 
-        That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. No round of other requests
-        is shortened for it.
+        ``max_covered`` is the number of the context's tokens without the newest ones.
+
+        That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. So the refresh shortens no round.
         """
-        missing = self.covered(reach) + self.pack_after - reach
-        return reach + -(-missing // PLAIN_STEPS) * PLAIN_STEPS
+        missing = self.covered(max_covered) + self.pack_after - max_covered
+        return max_covered + -(-missing // PLAIN_STEPS) * PLAIN_STEPS
 
     @property
     def share(self) -> float:
@@ -97,11 +98,11 @@ class CompressionMethod:
 
     @property
     def min_covered(self) -> int:
-        """Smallest number of tokens that compressed KV covers. With fewer than the tokens it may keep, it would drop none."""
+        """Minimum tokens that compressed KV covers. A context of fewer tokens than the method keeps would lose none."""
         return max(self.sinks + self.unit, self.compressor.most + 1)
 
     @property
-    def shortest(self) -> int:
+    def min_context(self) -> int:
         """Tokens of the shortest context that is compressed."""
         return max(self.sparse_from, max(MIN_CONTEXT, self.min_covered) + self.recent)
 
@@ -115,7 +116,7 @@ class CompressionMethod:
         most = -(-self.compressor.most // self.unit) * self.unit
         return min(count, most) if most else count
 
-    def num_owned(self, compressed: CompressedKV, end: int, shared: int) -> int:
+    def num_own_tokens(self, compressed: CompressedKV, end: int, shared: int) -> int:
         """Tokens from ``end`` on that ``compressed`` keeps in owned slots. ``shared`` tokens and the segments' cover the positions before.
 
         This is the rest of the budget, and at least the newest tokens: their queries attend to tokens that no earlier query attended to.
@@ -126,7 +127,7 @@ class CompressionMethod:
 
     def full_name(self, compressor: Compressor) -> str:
         """Name of the compressed KV. ``compressor`` selected its tokens: the method's compressor, or the one that it delegates to."""
-        # A helper that is in no catalogue selects on behalf of its method.
+        # ``for_context`` may return a helper without a name of its own. Then use the method's name.
         name = compressor.name if compressor.name in COMPRESSORS else self.compressor.name
         return "+".join(part for part in (name, self.packs) if part) + self.suffix
 
@@ -167,7 +168,7 @@ class CompressedKVWriter:
         context = ContextKV(self.buffers, slots, queries, positions, self.rotary, seeds=seeds)
         self._copy_sinks(slots, slots.new_zeros(method.sinks))
         targets = {Part(0, tokens, count): slots.new_zeros(method.packing.held_slots(count))}
-        with self._reported(method):
+        with self._raising_scores_error(method):
             self.layout.fill(None, method.packing, method.compressor, context, targets)
 
     def write(
@@ -177,12 +178,12 @@ class CompressedKVWriter:
         draft_row: int,
         compressed: CompressedKV,
         new_segment: Segment | None,
-        done: int,
+        num_filled: int,
         tokens: int,
-        renewed: bool,
+        has_sinks: bool,
         kept: "torch.Tensor | NewestRows | None" = None,
     ) -> None:
-        """Copy the selected KV of each layer to the owned slots, after the ``done`` tokens there, and to a new segment's slots.
+        """Copy the selected KV of each layer to the owned slots, from token ``num_filled`` on, and to a new segment's slots.
 
         Also writes the draft row, and records how much compressed KV it begins with.
 
@@ -191,23 +192,23 @@ class CompressedKVWriter:
             row, draft_row: The request's rows of the token table.
             compressed: The compressed KV, with all slots that it reads. This method sets its name.
             new_segment: The one of its segments that is still empty; None for none.
-            done: Tokens that the owned slots already hold.
+            num_filled: Tokens that the owned slots already hold.
             tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
-            renewed: Whether the owned slots already hold the sinks.
-            kept: int64 [layers, kv_heads, count], positions that were selected before; or the rows to copy into the owned slots, which
-                already hold the rest; None if the method selects.
+            has_sinks: Whether the owned slots already hold the sinks.
+            kept: Positions to keep, int64 [layers, kv_heads, count], if the selection exists; :class:`NewestRows` if only some rows change; None to
+                let the method select.
 
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
         source = self.token_table[row, : compressed.covered].long()
-        rest = Part(compressed.shared_len + done, compressed.covered, compressed.own_tokens - done)
-        targets = {rest: compressed.own[compressed.sinks + method.packing.packed_slots(done) :]}
+        rest = Part(compressed.shared_len + num_filled, compressed.covered, compressed.own_tokens - num_filled)
+        targets = {rest: compressed.own[compressed.sinks + method.packing.packed_slots(num_filled) :]}
         if new_segment is not None:
             targets[Part(new_segment.start, new_segment.end, new_segment.tokens)] = new_segment.slots
-        # If blocks leave tokens out, the newest queries belong to tokens that stay exact.
+        # With packed blocks the newest tokens stay exact, so use queries up to the end of the context.
         context = self._context(row, method, source, tokens if compressed.num_packed_slots else compressed.covered)
-        with self._reported(method):
+        with self._raising_scores_error(method):
             compressor = method.compressor.for_context(context)
             if kept is None:
                 self.layout.fill(draft_row, method.packing, compressor, context, targets)
@@ -215,7 +216,7 @@ class CompressedKVWriter:
                 method.packing.write(self.buffers, kept, source, targets[rest])
             else:
                 self.buffers.move_newest(kept, source, targets[rest])
-        if not renewed:
+        if not has_sinks:
             self._copy_sinks(source, compressed.own[: compressed.sinks])
         self.token_table[draft_row, : compressed.num_slots] = compressed.slots.to(self.token_table.dtype)
         self.layout.on_filled(draft_row, compressed)
@@ -257,11 +258,11 @@ class CompressedKVWriter:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), end)
-        with self._reported(method):
+        with self._raising_scores_error(method):
             whole = Part(compressed.shared_len, compressed.covered, compressed.own_tokens)
             self.layout.fill(draft_row, method.packing, method.compressor, context, {whole: compressed.own[compressed.sinks :]})
 
-    def _reported(self, method: CompressionMethod) -> AbstractContextManager[None]:
+    def _raising_scores_error(self, method: CompressionMethod) -> AbstractContextManager[None]:
         return as_scores_error(method.compressor.name) if method.compressor.name in USER_METHODS else nullcontext()
 
     def _copy_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
@@ -285,7 +286,7 @@ class CompressedKVWriter:
 
 
 def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
-    """The selection until layers select themselves: the newest tokens. None if a recorded query must select before.
+    """First selection of a method whose layers select in the step: the newest tokens. None if it selects with recorded queries instead.
 
     Args:
         chooser: The request's compressor.

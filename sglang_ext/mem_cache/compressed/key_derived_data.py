@@ -2,7 +2,7 @@
 
 Each forward, in a CUDA graph or not, updates the data of the slots that it wrote, once for all layers, after its last layer has attended.
 This happens on the model's stream, whichever request computes the keys. So a prefix hit finds the data, and the data of a draft token's
-exact key replaces that of its draft key. No record is needed of how far a request's keys are processed.
+exact key replaces that of its draft key. So the data need not be tracked per request.
 
 A selection on a second stream waits for the forward before it, and reads slots of tokens that no forward writes. Keys loaded from host
 memory are processed when the prefix tree inserts them. Keys from another server would have no codes, so the combination is refused
@@ -59,18 +59,18 @@ class SlotCodes(KeyDerivedData):
         super().__init__(layer_ids)
         (slots, heads, dim), device = keys[0].shape, keys[0].device
         self.held = QuantizedKeys(KeySpec(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
-        self._coder = KeyQuantizer(keys, self.held)
+        self._quantizer = KeyQuantizer(keys, self.held)
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
         """Quantize the keys of the slots, as :meth:`KeyDerivedData.write`."""
-        self._coder.code(slots)
+        self._quantizer.quantize(slots)
 
 
 class PageExtremes(KeyDerivedData):
     """Smallest and largest key of each channel in each page of the KV pool: Quest's bounds of pages, an eighth of the keys' bytes.
 
-    An update reads all keys of a page again. Keys of rejected drafts, or of another request, therefore disappear when they are overwritten.
+    An update computes the extremes from all keys of the page. So overwritten keys, of rejected drafts or of earlier requests, no longer count.
     An incomplete page also has extremes of its other slots. No selection uses such a page.
 
     Args:

@@ -9,8 +9,8 @@ import torch
 from sglang_ext.device import to_device
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
     from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
+    from sglang_ext.mem_cache.selection.scoring_keys import QuantizedKeys
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class KVBuffers:
         """int32 [layers], :attr:`layer_ids`."""
         return to_device(self.layer_ids, self.keys[0].device, torch.int32)
 
-    def scored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+    def scoring_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """A layer's keys for scoring, in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 if they are quantized."""
         return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.read(layer, slots)
 
@@ -101,23 +101,23 @@ class KVBuffers:
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets] = buffer[read, heads]
 
-    def move_newest(self, coming: "NewestRows", sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_newest(self, rows: "NewestRows", sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of a context's newest tokens to their places in compressed KV.
 
         Args:
-            coming: The rows and their places.
+            rows: The rows and their places.
             sources: int64 [tokens], slots of the context. The copied rows are exact there.
             targets: int64 [places], slots of the compressed KV.
         """
         # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
-        newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
+        newest = sources[rows.first : rows.first + rows.places.shape[-1]].clone()
         if self.on_gpu:
             from sglang_ext.layers.kernels.row_exchange import move_newest
 
-            move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
+            move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], rows.places, newest, targets)
             return
-        heads = torch.arange(coming.places.shape[1])[:, None]
-        for layer, places in enumerate(coming.places):
+        heads = torch.arange(rows.places.shape[1])[:, None]
+        for layer, places in enumerate(rows.places):
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets[places], heads] = buffer[newest[None], heads]
 

@@ -4,19 +4,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 # Compressed KV is refreshed when more exact tokens follow it than REFRESH_AFTER, and more than this share of its tokens. This bounds the
-# draft row's length and the cost of refreshes. A refresh reads the keys of the whole context. It takes as long as about 600 draft steps
-# lose when they read 512 tokens more (docs/benchmarks.md).
+# draft row's length and the cost of refreshes. A refresh reads the keys of the whole context. It takes as long as 512 more exact tokens cost in about
+# 600 draft steps.
 REFRESH_AFTER = 512
 REFRESH_SHARE = 1 / 8
 
@@ -36,7 +36,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         compressed_kv.release_compressed_kv(state.row)
         return NO_SELECTION
     if compressed is None:
-        if is_short(compressed_kv, state.row, length):
+        if is_too_short_to_compress(compressed_kv, state.row, length):
             return SHORT_CONTEXT
         if compressed_kv.is_refused(state.row):
             return WRONG_SCORES
@@ -54,13 +54,13 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
     return 0
 
 
-def is_short(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
+def is_too_short_to_compress(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     """Whether a request without compressed KV has too few tokens to get it."""
-    return compressed_kv.get(row) is None and length < compressed_kv.method(row).shortest
+    return compressed_kv.get(row) is None and length < compressed_kv.method(row).min_context
 
 
 def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether the request in ``row`` has its full KV here and nothing can select its tokens."""
+    """Whether the request in ``row`` must decode on its full KV, because no cache rank can select its tokens."""
     selector = compressed_kv.async_selector
     return selector is not None and not compressed_kv.can_lack_full_kv(row) and selector.must_read_full_kv(row, length)
 
@@ -68,21 +68,21 @@ def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) 
 def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
     """Refresh the compressed KV of the request in ``row``. Returns the fallback reason, 0 if the request has (new or old) compressed KV."""
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
-    if not _is_refresh_ready(compressed_kv, row, length):
+    if not _send_tokens_for_refresh(compressed_kv, row, length):
         return 0
-    # Without full KV, a refresh frees more slots than it takes.
+    # No headroom without full KV: after the refresh, more slots are free than before.
     if not compressed_kv.compress(row, length, 0 if is_usable_without_refresh and compressed_kv.can_lack_full_kv(row) else headroom):
         if compressed_kv.is_refused(row):
             return WRONG_SCORES
         if compressed_kv.method(row).compressor.follows_queries and not is_usable_without_refresh:
-            # It may point to slots of a prompt that the prefix tree already had: SGLang has replaced those slots since.
+            # Its pointers may be stale: SGLang replaces slots of a prompt that the prefix tree already has.
             compressed_kv.release_compressed_kv(row)
             return NO_FREE_SLOTS
     return 0
 
 
-def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether cache ranks have what a refresh needs from them. Otherwise the compressed KV stays as it is."""
+def _send_tokens_for_refresh(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
+    """Send the tokens that a refresh will cover to the cache rank. Returns whether the rank was sent all of them."""
     if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
         return True
     return compressed_kv.async_selector.extend(
@@ -90,37 +90,37 @@ def _is_refresh_ready(compressed_kv: CompressedKVCache, row: int, length: int) -
     )
 
 
-def max_exact_tail(kept: int) -> int:
-    """Largest number of exact tokens after compressed KV of ``kept`` tokens before a refresh, if it is not refreshed in each round."""
+def max_unrefreshed_tail(kept: int) -> int:
+    """Maximum exact tokens after compressed KV of ``kept`` tokens before a refresh, if it is not refreshed in each round."""
     return 1 + int(max(REFRESH_AFTER, REFRESH_SHARE * kept))
 
 
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
-    """Largest number of tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
+    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
 
-    It is the sum of the tokens of two rounds (slots are freed one round later), of an incomplete page, and of tokens that arrive before
-    a refresh.
+    It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
+    refresh.
 
     Args:
         method: The compression method.
         page_size: Slots that the pool allocates together.
         context: Tokens of the longest context.
     """
-    return 2 * PLAIN_STEPS + page_size + max_exact_tail(method.num_kept(context))
+    return 2 * PLAIN_STEPS + page_size + max_unrefreshed_tail(method.num_kept(context))
 
 
 def is_compression_near(compressed_kv: CompressedKVCache, state: RequestState, end: int) -> bool:
     """Whether queries of tokens up to position ``end`` may be used to select the tokens of compressed KV.
 
-    Older queries need not be recorded, nor those of requests that are never drafted. Compressed KV covers whole units. The newest
-    queries before its end may therefore begin one unit earlier.
+    Queries of earlier tokens, and of requests that never draft, are not recorded. Compressed KV ends at a whole unit, so the queries before its end
+    may begin up to one unit earlier.
     """
     method, compressed = compressed_kv.method(state.row), compressed_kv.get(state.row)
     if not method.compressor.window or state.fallback not in RETRYABLE or compressed_kv.is_refused(state.row):
         return False
     if compressed is not None and method.compressor.follows_queries:
         return True
-    due = method.shortest if compressed is None else refresh_position(compressed, method.compressor)
+    due = method.min_context if compressed is None else refresh_position(compressed, method.compressor)
     return end + method.compressor.window + method.unit >= due
 
 
@@ -130,11 +130,11 @@ def tokens_until_refresh(compressed_kv: CompressedKVCache, state: RequestState, 
     if state.fallback not in RETRYABLE or (compressed is not None and _refreshes_with_queries(compressed, method.compressor)):
         # Methods that follow queries select again within rounds.
         return 0
-    due = method.shortest if compressed is None else refresh_position(compressed, method.compressor) + method.recent
+    due = method.min_context if compressed is None else refresh_position(compressed, method.compressor) + method.recent
     return max(0, due - length)
 
 
-def select_useful_rows(
+def rows_to_record(
     compressed_kv: CompressedKVCache, states: Iterable[RequestState], rows: Iterable[RecordedRows]
 ) -> tuple[RecordedRows, ...]:
     """Filter the ``rows`` of a forward: keep those whose queries may select tokens. ``states`` are the states of their requests."""
@@ -151,7 +151,7 @@ def refresh_position(compressed: CompressedKV, compressor: Compressor) -> int:
         return compressed.covered + (1 if compressor.each_round else compressor.every)
     if compressed.refresh_after:
         return compressed.refresh_after
-    return compressed.covered + max_exact_tail(compressed.num_slots)
+    return compressed.covered + max_unrefreshed_tail(compressed.num_slots)
 
 
 def _refreshes_with_queries(compressed: CompressedKV, compressor: Compressor) -> bool:

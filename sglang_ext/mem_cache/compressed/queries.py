@@ -151,9 +151,9 @@ class QueryWindows:
     queries are not recorded. Callers check :meth:`has_enough` and wait.
 
     Attributes:
-        window: Largest number of queries that compressors need; 0 keeps nothing and makes every call free of cost.
+        window: Maximum queries that a compressor needs; 0: nothing is recorded.
         layers: Indices of the model's attention layers, in pool order.
-        extra_queries: Extra queries per ring, for tokens that are recorded and rejected, or recorded while older queries are read.
+        extra_queries: Additional queries per ring: of rejected drafts, and of steps that run while a selection reads older queries.
         pool: The memory that :meth:`newest_places` indexes: [layers, places, heads, head_dim]; None if nothing is kept.
         has_step_queries: Whether graphs of draft steps record queries.
     """
@@ -196,13 +196,13 @@ class QueryWindows:
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
     @contextmanager
-    def recording(self, rows: tuple[RecordedRows, ...], watch: "LayerObserver | None" = None) -> Iterator[None]:
-        """Record the queries of ``rows`` of the forward inside this context. ``watch`` observes its layers."""
+    def recording(self, rows: tuple[RecordedRows, ...], observer: "LayerObserver | None" = None) -> Iterator[None]:
+        """Record the queries of ``rows`` of the forward inside this context. ``observer`` observes its layers."""
         rows = self._fitting(rows)
         if not rows:
             yield
             return
-        self._running, self._observer = rows, watch
+        self._running, self._observer = rows, observer
         try:
             with recording_to(self):
                 yield

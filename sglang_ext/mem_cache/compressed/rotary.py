@@ -37,8 +37,8 @@ class Rotary:
         """The frequencies in steps of a turn: int64 [pairs], 0 to ``TURN - 1``."""
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
 
-    def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Take back rotary embedding at ``positions``.
+    def unrotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Undo the rotation at ``positions``.
 
         Args:
             vectors: float [tokens, ..., dim].
@@ -47,8 +47,8 @@ class Rotary:
         angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
         return self._rotate_pairs(vectors, angles.cos(), -angles.sin())
 
-    def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embedding at ``positions``. Negative positions take it back.
+    def rotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply rotary embedding at ``positions``. Negative positions undo it.
 
         Args:
             vectors: float [..., tokens, dim].
@@ -57,9 +57,9 @@ class Rotary:
         angles = self._angles(positions)
         return self._rotate_pairs(vectors, angles.cos(), angles.sin())
 
-    def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
-        """Rotate vectors by ``count`` further positions, whatever their position, in few operations: float32 [..., dim]."""
-        cos, sin, other = self._turn(count, vectors.shape[-1])
+    def rotate_ahead(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
+        """Rotate already rotated vectors by ``count`` more positions: float32 [..., dim]."""
+        cos, sin, other = self._rotation(count, vectors.shape[-1])
         if vectors.is_cuda and vectors.dim() == 4 and vectors.stride()[2:] == (vectors.shape[-1], 1):
             from sglang_ext.layers.kernels.key_scores import rotate_queries
 
@@ -73,12 +73,12 @@ class Rotary:
         units = torch.eye(dim, device=self.frequencies.device)
         return self._rotate_pairs(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
 
-    def _turn(self, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rotation(self, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Signed cosine and sine of each of ``dim`` entries for ``count`` positions, and the other entry of its pair: [dim] each.
 
         The result is cached, and is on the device before this returns, so that one stream may use the result of another.
         """
-        if (found := self._turns.get((count, dim))) is None:
+        if (found := self._rotations.get((count, dim))) is None:
             pairs = len(self.frequencies)
             first = torch.arange(pairs) * (2 if self.interleaved else 1)
             second = first + (1 if self.interleaved else pairs)
@@ -87,17 +87,17 @@ class Rotary:
             cos[first] = cos[second] = angles.cos()
             sin[first], sin[second] = -angles.sin(), angles.sin()
             other[first], other[second] = second, first
-            if len(self._turns) == MAX_CACHED_ROTATIONS:
-                self._turns.clear()
-            found = self._turns[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
+            if len(self._rotations) == MAX_CACHED_ROTATIONS:
+                self._rotations.clear()
+            found = self._rotations[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
         return found
 
     def cached_rotations(self) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """The tensors that :meth:`advanced` reads. A caller that launches it again, as a CUDA graph does, must keep them alive."""
-        return tuple(self._turns.values())
+        """The tensors that :meth:`rotate_ahead` reads. A caller that launches it again, as a CUDA graph does, must keep them alive."""
+        return tuple(self._rotations.values())
 
     @cached_property
-    def _turns(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _rotations(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return {}
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
@@ -107,12 +107,12 @@ class Rotary:
     def _rotate_pairs(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Multiply each pair by the complex number ``cos + i sin``, both [..., pairs]."""
         pairs = len(self.frequencies)
-        turning, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
-        by_pair = turning.unflatten(-1, (pairs, 2)) if self.interleaved else turning.unflatten(-1, (2, pairs)).transpose(-1, -2)
+        rotating, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
+        by_pair = rotating.unflatten(-1, (pairs, 2)) if self.interleaved else rotating.unflatten(-1, (2, pairs)).transpose(-1, -2)
         first, second = by_pair.unbind(-1)
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        turned = turned if self.interleaved else turned.transpose(-1, -2)
-        return torch.cat([turned.flatten(-2), rest], dim=-1)
+        result = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        result = result if self.interleaved else result.transpose(-1, -2)
+        return torch.cat([result.flatten(-2), rest], dim=-1)
 
 
 def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:

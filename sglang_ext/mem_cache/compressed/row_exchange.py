@@ -40,7 +40,7 @@ class NewestRows:
 
 
 def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor) -> RowExchange:
-    """Plan an exchange after which the places hold the wanted rows. Rows that are wanted and held stay in their place.
+    """Plan which rows of compressed KV to replace so that it holds the wanted rows. Rows that it already holds keep their slots.
 
     If a wanted row is neither held nor available, its place keeps the previous row.
 
@@ -76,9 +76,9 @@ def top_mask(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor
 
 
 def plan_refresh(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
-    """Extend compressed KV from ``before`` to ``covered`` tokens without reading its rows.
+    """Plan a refresh from ``before`` to ``covered`` tokens from the record alone.
 
-    The newest tokens, as many as each selection contains in any case, replace the previously newest ones and fill the added places.
+    The newest ``recent`` tokens, which every selection contains, replace the previous newest ones and fill added slots.
 
     Args:
         held: int32 [layers, kv_heads, count], positions below ``before``, distinct.

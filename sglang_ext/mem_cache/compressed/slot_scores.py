@@ -1,8 +1,8 @@
 """Predicted scores of tokens, indexed by the KV pool slot of their KV.
 
 The forward that writes KV also writes the scores, to the same slots, whichever request computes it. A prefix hit therefore finds them.
-Slots of rejected drafts, or of freed tokens, are overwritten together with their KV. Drafts and padding also write scores, as they
-write KV; nothing reads these. Everything happens on the device, so that CUDA graphs capture it.
+Slots of rejected drafts, or of freed tokens, are overwritten together with their KV. Drafts and padding also write KV and scores; nothing reads
+those. Everything happens on the device, so that CUDA graphs capture it.
 """
 
 import inspect

@@ -1,5 +1,7 @@
-"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention. A baseline for predictions.
-Also chooses what observes the layers of a step."""
+"""Synchronous selection: each layer of a step selects tokens by the step's own query, just before attention.
+
+Quest on a CPU selects in this way. ``observe_step`` returns the observer of a step's layers, for this and for asynchronous selection.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -55,7 +57,7 @@ def observe_step(compressed_kv: "CompressedKVCache", ends: dict[int, int], follo
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
     if compressed_kv.layout.selects_in_attention:
-        chosen = (row for row in waiting if compressed_kv.layout.step_selects(compressed_kv.draft_row(row), after[row]))
+        chosen = (row for row in waiting if compressed_kv.layout.record_step(compressed_kv.draft_row(row), after[row]))
         compressed_kv.num_compressions.update(compressed_kv.get(row).method for row in chosen)
         return None
     due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}

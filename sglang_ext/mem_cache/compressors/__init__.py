@@ -1,4 +1,5 @@
-"""KV cache compressors by family, their interfaces (compressor.py, quantizer.py), and their catalogue (catalogue.py).
+"""KV cache compressors by family, their interfaces (compressor.py, quantizer.py), their table (registry.py), and the catalogue that reads it
+(catalogue.py).
 
 This module exports what a user's own method needs.
 """

@@ -114,7 +114,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
         raise OptionError(
             f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(builtin_names(dropping()))}), one that packs them in "
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
-            f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_apart_from_bits(value, flag) or 'one of these'}."
+            f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_suggest_bits_flag(value, flag) or 'one of these'}."
         )
     if packs is not None and drops is not None and DROPPING[drops].points:
         raise OptionError(
@@ -124,7 +124,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     return drops, packs
 
 
-def _apart_from_bits(value: str, flag: str) -> str | None:
+def _suggest_bits_flag(value: str, flag: str) -> str | None:
     """Flags that a name with bits in it probably means; None if it means nothing."""
     found = WITH_BITS.fullmatch(value)
     if found is None or found["name"].split("+")[-1] not in packing():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ScoresError(Exception):
-    """Scores that cannot be used for a selection, or a user's method that raised. They cost the method its compressed KV."""
+    """Scores that cannot be used for a selection, or a user's method that raised. Its method then creates no compressed KV any more."""
 
 
 class Always(NamedTuple):
@@ -159,8 +159,8 @@ class Compressor(ABC):
         every: Selection interval in steps: it also selects between steps of a round, by the steps' queries. 0 for none.
         synchronous: Whether each layer selects by the step's own query, while attention waits. :attr:`every` counts the steps.
         in_attention: Whether attention itself selects (compressed/layouts/pointers.py).
-        most: Tokens that each head keeps, whatever the budget. Shorter contexts are not compressed. 0: the budget decides.
-        always_kept: Of the tokens that each head keeps, those that a method with step queries keeps whatever the queries.
+        most: Maximum tokens that each head keeps. Shorter contexts are not compressed. 0: the budget decides.
+        always_kept: Of a method with step queries: number of kept tokens of each head that do not depend on queries.
         points: Whether compressed KV points to the kept tokens in full KV instead of storing them (pointers.py).
         reads: The folder that it needs; None for methods that only read KV and queries.
         better_uneven: Whether the acceptance rate is higher if heads keep different numbers of tokens (docs/benchmarks.md).

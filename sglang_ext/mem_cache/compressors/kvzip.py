@@ -1,4 +1,6 @@
-"""KVzip (Kim et al. 2025, arXiv 2505.23416) keeps what the model needs to repeat the context, whatever is asked later. KVzap predicts that.
+"""KVzip (Kim et al. 2025, arXiv 2505.23416) keeps the tokens that the model needs to repeat the context.
+
+KVzap predicts KVzip's scores.
 
 KVzip's scores of a document are computed before, and stored in a safetensors file, which is written atomically, with a checksum. It has
 ``scores``, float16 [layers, kv_heads, tokens], and ``chain``, uint8 [pages, 16], which identifies its tokens. Its header has the format's
@@ -20,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressed.layouts.block_layout import chained
+from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
 from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
@@ -37,13 +39,13 @@ PAGE = 16
 HASH_BYTES = 16
 FORMAT = "1"
 SUFFIX = ".safetensors"
-# Smallest number of common tokens for a match. Fewer may be a chat template alone.
+# Minimum common tokens for a match. Fewer may be a chat template alone.
 MIN_MATCH = 128
 
 
 def page_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
     """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
-    return chained(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
+    return prefix_hashes(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
 
 
 class ScoreFileError(ValueError):
@@ -260,7 +262,7 @@ class KVzip(Compressor):
         return self.online.needs_rotary
 
     def for_context(self, context: ContextKV) -> Compressor:
-        """Stored scores if the context begins with a document, otherwise the online method, which also gives all other results."""
+        """Return the stored scores if the context begins with a document, otherwise the online method."""
         found = None if self.index is None else self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 

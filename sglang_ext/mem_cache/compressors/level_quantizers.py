@@ -9,16 +9,7 @@ import numpy
 import torch
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import PARAMETER, Grid, Outliers, Quantized
-from sglang_ext.mem_cache.compressors.quantizer import (
-    LARGEST,
-    Finding,
-    Quantizer,
-    code_values,
-    grouped,
-    round_to_float16,
-    squeezed,
-    stored_above,
-)
+from sglang_ext.mem_cache.compressors.quantizer import LARGEST, Finding, Quantizer, code_values, grouped, round_to_float16, squeezed, stored_above
 from sglang_ext.mem_cache.compressors.registry import register_quantizer
 
 # Seed of the rotation, which is the same in all ranks and for all compressed KV.
@@ -86,7 +77,7 @@ def lloyd_max(dim: int, count: int) -> torch.Tensor:
 class Lynx(Quantizer):
     """Keys and values by channel, in chunks of tokens: ``level[code] * sigma + mu``, with levels that are finer near the mean.
 
-    Lynx's anchor (papers/lynx.md, Algorithm 1): each number's sign and the highest bits of its companded distance from a mean.
+    Lynx's anchor (Lynx, Algorithm 1; layers/kernels/lynx/layout.py): each number's sign and the highest bits of its companded distance from a mean.
     ``mu`` is a chunk's mean, and ``sigma`` its largest distance from it. The chunk's extreme is exact except for their rounding. Compressed
     KV is the anchor. Host memory stores the residual of full KV where compressed KV is shared. The residual is each number's index within
     the bin that code, ``mu`` and ``sigma`` define (host_tier/page_copies.py). Anchor and residual do not include the range of a page's

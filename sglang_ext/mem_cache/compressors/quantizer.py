@@ -35,8 +35,8 @@ class Quantizer(ABC):
         recent: Newest tokens of a context that are not quantized. The draft row points to their full KV.
         sinks: First tokens of a context that are not quantized. Much attention goes to them in any case (docs/benchmarks.md).
         before_rotary: Whether it reads keys from before rotary embedding. Models without a known one are then refused.
-        finding: How :meth:`quantize` finds codes, for a kernel that does the same on a GPU; None if only PyTorch finds the codes. A class
-            that overrides :meth:`quantize` has None unless it sets this.
+        finding: How :meth:`quantize` finds codes, for a kernel that does the same on a GPU; None if only PyTorch finds the codes. A subclass that
+            overrides :meth:`quantize` must set this, or has None.
         has_kernels: Whether kernels read its blocks. A GPU server refuses it otherwise.
         sums: Whether blocks store the sum of each group's codes. Attention that multiplies codes as integers needs them.
         stochastic: Whether :meth:`quantize` takes ``noise`` for stochastic rounding (layouts/block_layout.py).
@@ -54,8 +54,8 @@ class Quantizer(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        nearest_to_say = next(vars(base) for base in cls.__mro__ if {"finding", "quantize"} & vars(base).keys())
-        if "finding" not in nearest_to_say:
+        defining_class = next(vars(base) for base in cls.__mro__ if {"finding", "quantize"} & vars(base).keys())
+        if "finding" not in defining_class:
             cls.finding = None
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Methods by the names that ``--kv-compressor`` takes: built-in ones, and users' own classes. The catalogue reads it.
 
-The module of a built-in method is imported when its class is first used. :data:`DROPPING` and :data:`PACKING` have the properties that flags
-and their help need before. Registering a class checks them.
+The module of a built-in method is imported when its class is first used. :data:`DROPPING` and :data:`PACKING` have the properties that flags and
+their help need without importing the class. Registering a class checks them.
 
 ``--kv-compressor ./my_method.py:KeyNorm`` names a class in a file, ``--kv-compressor package.module:KeyNorm`` one in a module. Each process
 of a server loads it once. It is a subclass of :class:`Compressor`, which drops tokens, or of :class:`Quantizer`, which packs them in few bits

@@ -138,7 +138,7 @@ class Spade(StepSelector):
         queries = context.queries.transpose(1, 2)[None]
         predicted = self.predictor.predict(queries, context.query_positions[None], context.rotary)
         layers = enumerate(zip(predicted.unbind(1), context.buffers.scaling))
-        found = [attention(query, context.buffers.scored(at, context.slots), scaling) for at, (query, scaling) in layers]
+        found = [attention(query, context.buffers.scoring_keys(at, context.slots), scaling) for at, (query, scaling) in layers]
         return mark_always(torch.stack(found), self.sinks, self.recent)
 
     def query_scores(self, layer: LayerKV) -> torch.Tensor:

@@ -56,6 +56,8 @@ class HostPages:
 
     def __init__(self, count: int) -> None:
         self.count = self.free_pages = count
+        # Free runs, ascending. A search in `_owned` would read all pages at each allocation.
+        self._free = [range(count)]
         # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
         self._owned, self._filled = np.zeros(count, bool), np.zeros(count, bool)
 
@@ -69,18 +71,38 @@ class HostPages:
             raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
         if count > self.free_pages:
             return None
-        bounds = np.flatnonzero(np.diff(self._owned, prepend=True, append=True)).reshape(-1, 2)
-        free = sorted((range(*run) for run in bounds.tolist()), key=len)
         taken, missing = [], count
         while missing:
-            run = free.pop(min(bisect_left(free, missing, key=len), len(free) - 1))[:missing]
-            taken.append(torch.arange(run.start, run.stop))
-            missing -= len(run)
-        pages = torch.cat(taken)
+            taken.append(self._take(missing))
+            missing -= len(taken[-1])
+        pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
         self._owned[pages.numpy()] = True
         self._filled[pages.numpy()] = False
         self.free_pages -= count
         return pages
+
+    def _take(self, count: int) -> range:
+        """Take up to ``count`` pages of one free run."""
+        long = [run for run in self._free if len(run) >= count]
+        best = min(long, key=len) if long else max(self._free, key=len)
+        index = self._index(best.start)
+        rest = best[count:]
+        self._free[index : index + 1] = [rest] if rest else []
+        return best[:count]
+
+    def _put(self, run: range) -> None:
+        """Add a free run, merged with adjacent free runs."""
+        start = stop = self._index(run.start)
+        if start > 0 and self._free[start - 1].stop == run.start:
+            start -= 1
+        if stop < len(self._free) and self._free[stop].start == run.stop:
+            stop += 1
+        joined = [*self._free[start:stop], run]
+        self._free[start:stop] = [range(min(each.start for each in joined), max(each.stop for each in joined))]
+
+    def _index(self, page: int) -> int:
+        """Index in the list of free runs of a run that starts at ``page``."""
+        return bisect_left(self._free, page, key=lambda run: run.start)
 
     def free(self, pages: torch.Tensor) -> None:
         """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
@@ -94,6 +116,8 @@ class HostPages:
             raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
         self._owned[pages.numpy()] = False
         self.free_pages += len(pages)
+        for run in runs(ordered):
+            self._put(range(run.first, run.first + run.count))
 
     def check_owned(self, pages: torch.Tensor) -> None:
         """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) do not exist or are free."""

@@ -10,11 +10,11 @@ For each number a packed block holds a code, and for each chunk mu and sigma: Ly
 numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While
 the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py. In it the
-tokens of all buffers follow one another as those of one page, keys of all layers before values. The stream has a uint32 for each buffer,
-row of chunks and 64 channels, with the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor: the
-content of the blocks' slots, buffer after buffer. A page is stored whole, buffer after buffer, if it has no blocks, would not be smaller,
-or has a number outside its bin: one that is not finite, or beyond the range of float16.
+A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py. Its tokens are those of
+all buffers, keys of all layers before values, as if they were one page. The stream has a uint32 for each buffer, row of chunks and 64 channels, with
+the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor: the content of the blocks' slots, buffer after buffer.
+A page is stored whole, buffer after buffer, if it has no blocks, would not be smaller, or has a number outside its bin: one that is not finite, or
+beyond the range of float16.
 """
 
 from collections.abc import Callable, Iterator

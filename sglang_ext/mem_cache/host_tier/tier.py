@@ -19,7 +19,14 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, as_words, check_alike, runs
 from sglang_ext.mem_cache.host_tier.page_copies import FrameCopies, LayerCopies, PageBlocks, ResidualPages
 from sglang_ext.mem_cache.host_tier.transfers import (
-    CopyStream, DeferredLaunches, DoubleBuffer, LastTransfers, LaunchedTransfer, Transfer, TransferError, TransferTracker,
+    CopyStream,
+    DeferredLaunches,
+    DoubleBuffer,
+    LastTransfers,
+    LaunchedTransfer,
+    Transfer,
+    TransferError,
+    TransferTracker,
 )  # fmt: skip
 
 # At most 32 bits: in a 64-bit sum, even the highest bit of two words must not cancel out.
@@ -87,9 +94,8 @@ class HostTier:
     """Copies KV between a device's slots and a pool of host pages.
 
     All calls come from one thread. A transfer starts after the work enqueued on the current stream before the call, and after the last
-    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done: whatever
-    writes, reads or frees them later waits for it (:meth:`Transfer.wait`). Host pages need no such care:
-    transfers of the same pages are ordered.
+    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done. Later work that writes,
+    reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered.
 
     Args:
         staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
@@ -185,7 +191,7 @@ class HostTier:
     ) -> LaunchedTransfer:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
-        _used(pipe.filler, slots, blocks)
+        _record_use(pipe.filler, slots, blocks)
         start = pipe.emptier.mark()
         for fill, empty in self._copies.stores(pages, slots, blocks):
             pipe.move(fill, empty)
@@ -208,7 +214,7 @@ class HostTier:
         pipe = self._loads
         storing = self._stored.end(pages)
         pipe.after(*after, storing)
-        _used(pipe.emptier, slots, blocks)
+        _record_use(pipe.emptier, slots, blocks)
         start, size = pipe.filler.mark(), self._copies.loaded_bytes(pages, blocks, storing is None)
         for fill, empty in self._copies.loads(pages, slots, blocks, storing is None):
             pipe.move(fill, empty)
@@ -238,14 +244,14 @@ class HostTier:
         self.pool.pages.check_owned(pages)
 
 
-def _used(lane: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
-    lane.uses(slots)
+def _record_use(stream: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
+    stream.uses(slots)
     if blocks is not None:
-        lane.uses(blocks.slots)
+        stream.uses(blocks.slots)
 
 
 @dataclass
-class TransferBandwidth:
+class HostLinkBandwidth:
     """Bandwidth of completed loads. Each load multiplies the weights of earlier ones by ``decay``. ``seconds`` is the sum of all."""
 
     decay: float = 0.9

@@ -1,7 +1,7 @@
 """Transfers between device and host: the streams of their copies, launches at once or later, and completion on all tensor-parallel ranks.
 
-Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as
-done when the ranks have told each other so, and pages that came back changed on one rank are dropped on all.
+Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as done when
+all ranks have reported it. If a loaded page differs on one rank, all ranks drop it.
 """
 
 from collections.abc import Callable, Iterable, Iterator

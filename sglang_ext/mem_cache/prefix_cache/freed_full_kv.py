@@ -2,11 +2,11 @@
 
 Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if KV from another server does not
 arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
-their output. Requests whose KV another server sends are recomputed by that server, also if their slots are needed before.
+their output. If another server sends a request's KV, that server recomputes it, even if it is retracted only because slots are missing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -71,7 +71,7 @@ class FreedFullKV(ABC):
     nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
     prompts: "QuantizedPrompts | None" = field(default=None, kw_only=True)
-    # For each row, positions of its own tokens whose slots were freed, or never existed.
+    # By row: positions of the request's own tokens without full KV, because it was freed or never written.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
     @property
@@ -94,12 +94,24 @@ class FreedFullKV(ABC):
         self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
 
     @abstractmethod
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """Free full KV that its replacement holds, at the start of a round of ``requests``.
+
+        The prefix tree already owns their prompts. ``compressed`` has those with compressed KV by row: the last node of the path, and the
+        number of tokens covered.
+        """
+
+    @abstractmethod
+    def full_kv_start(self, row: int, protected: int) -> int:
+        """The first position from which a request's row points to its own full KV."""
+
+    @abstractmethod
     def can_lack_full_kv(self, row: int) -> bool:
         """Whether the request in ``row`` may lack full KV, so that it depends on its compressed KV."""
 
     @abstractmethod
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """Pool slots that running or waiting requests will need in order of admission, in addition to their prompts' full KV.
+        """Pool slots that each request will need, in order of admission, in addition to its prompt's full KV.
 
         Each comes with the maximum number of tokens left to generate. ``share`` of them is expected to be generated. Space that a request
         takes outside the pool is not free for later ones.
@@ -135,7 +147,7 @@ class FreedFullKV(ABC):
 
     def block_slots(self, row: int) -> torch.Tensor | None:
         """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if it attends to full KV."""
-        return None if self.prompts is None else self.prompts.codes(row)
+        return None if self.prompts is None else self.prompts.block_slots(row)
 
     def can_insert(self, row: int) -> bool:
         """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""

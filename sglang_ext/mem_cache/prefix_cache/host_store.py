@@ -18,7 +18,7 @@ from sglang_ext.core import TPRanks
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import PageBlocks
-from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth
+from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth, HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Transfer, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, TieredNode, below
 from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, distinct_segments
@@ -146,10 +146,10 @@ class HostStore:
         self.nodes, self.tier, self.anchoring, self.faults = nodes, tier, anchoring, faults
         self._priority, self._allocate_slots = priority, allocate_slots
         self._on_load_start, self._on_load_done = on_load_start, on_load_done
-        self.arrivals, self.link = TransferTracker(ranks), TransferBandwidth()
+        self.arrivals, self.link = TransferTracker(ranks), HostLinkBandwidth()
         self.stored_bytes = self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
         # Number of segments that the tree had ever had when anchors of the node were last searched.
-        self._looked: WeakKeyDictionary[TieredNode, int] = WeakKeyDictionary()
+        self._searched_segments: WeakKeyDictionary[TieredNode, int] = WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
@@ -174,7 +174,7 @@ class HostStore:
 
     def store_as_residual(self, node: TieredNode) -> None:
         """Store a node again that is on the host, if loads would transfer less with segments that were added since."""
-        if self.anchoring is None or not self.anchoring.missing(node) or self._looked.get(node) == self.nodes.segments.added:
+        if self.anchoring is None or not self.anchoring.missing(node) or self._searched_segments.get(node) == self.nodes.segments.added:
             return
         if self.is_stored(node) and sum(map(bool, anchors := self._anchors(node))) > sum(map(bool, node.anchors)):
             self._store(node, node.host_value, anchors)
@@ -189,14 +189,14 @@ class HostStore:
     def _anchors(self, node: TieredNode) -> PageSegments:
         if self.anchoring is None:
             return ()
-        self._looked[node] = self.nodes.segments.added
+        self._searched_segments[node] = self.nodes.segments.added
         return self.anchoring.find(node, below(node))
 
     def _blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
         """The blocks with which the host pages of ``nodes`` were stored, where they still exist."""
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
-    def drop_device(self, node: TieredNode) -> int:
+    def free_device_slots(self, node: TieredNode) -> int:
         """Free the device slots of ``node`` if it :meth:`is_stored`, even while requests lock it. Return the number of freed slots.
 
         The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.

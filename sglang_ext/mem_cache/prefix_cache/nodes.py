@@ -76,7 +76,10 @@ class TieredNode(TreeNode):
 
     @property
     def is_device_leaf(self) -> bool:
-        """Whether its device slots may be evicted next: it is unlocked, and no child has device slots, or it stays as quantized-only KV."""
+        """Whether its device slots may be evicted next.
+
+        It is unlocked, and either segments replace its full KV, or no child has device slots or such segments.
+        """
         if self.value is None or self.lock_ref:
             return False
         return bool(self.replacing_segments) or all(child.value is None and not child.replacing_segments for child in self.children.values())
@@ -209,7 +212,7 @@ class PrefixTree:
             whole = matched == len(child.key)
             if not whole and (matched := split_at(child.start + matched) - child.start) <= 0:
                 break
-            parts = [child] if whole else self._part(child, matched)
+            parts = [child] if whole else self._split_node(child, matched)
             for part in parts:
                 part.last_access_time = now
             nodes += parts
@@ -218,7 +221,7 @@ class PrefixTree:
             node, key = child, key[matched:]
         return nodes
 
-    def _part(self, node: TieredNode, tokens: int) -> list[TieredNode]:
+    def _split_node(self, node: TieredNode, tokens: int) -> list[TieredNode]:
         """Split ``node`` and return the new nodes above it that hold its first ``tokens``.
 
         Without segments that is one node. With segments, a node that ends with a block, if any, then a node with full KV only, if any.
@@ -230,7 +233,7 @@ class PrefixTree:
         cut = self.segments.boundary(segment, at)
         if cut > node.start:
             if segment.start < cut < segment.end:
-                self.segments.part(segment, cut, node)
+                self.segments.split(segment, cut, node)
             parts.append(self.split(node, cut - node.start))
         if node.value is not None and node.start < at:
             parts.append(self.split(node, at - node.start))
@@ -250,7 +253,7 @@ class PrefixTree:
             self.loading[upper] = None
         if self.segments.blocks is not None:
             for node in (upper, child):
-                self.segments.update_codes(node)
+                self.segments.update_replacing_segments(node)
             self.update_eviction_sets(upper, child)
         return upper
 
@@ -332,7 +335,10 @@ class PrefixTree:
         return self.evictable - before
 
     def unlock(self, node: TieredNode) -> int:
-        """Undo one :meth:`lock`, and drop unlocked nodes whose KV is lost. Return the change of the evictable slots, at least 0."""
+        """Undo one :meth:`lock`, and drop nodes that no request locks any more and whose KV is lost.
+
+        Returns the change of the evictable slots, at least 0.
+        """
         before, lost = self.evictable, []
         while node is not self.root:
             node.lock_ref -= 1

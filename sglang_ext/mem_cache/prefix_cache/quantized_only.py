@@ -8,10 +8,10 @@ packs them, together with the last prompt tokens of the same block.
 
 A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
 tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
-again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (quantized_prompts.py).
+again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (prefix_cache/quantized_prompts.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.residency import CompressedRequest, CompressedRequests
+from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ REFRESH_RESERVE_TOKENS = 12
 
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
-    """The full KV that one scheduler process has freed. Its prefix tree has no host tier.
+    """The quantized-only KV of one scheduler process: full KV that was freed because quantized blocks hold its tokens.
+
+    The prefix tree has no host tier.
 
     Attributes:
         packing: Layout of blocks in slots.
@@ -51,7 +53,7 @@ class QuantizedOnlyKV(FreedFullKV):
     packing: Packing
     method_of: "Callable[[Req], CompressionMethod | None]"
     recomputes: bool = True
-    holders: CompressedRequests = field(default_factory=CompressedRequests)
+    holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
@@ -68,16 +70,13 @@ class QuantizedOnlyKV(FreedFullKV):
         if self.prompts is not None:
             self.prompts.on_segment_split(first, rest)
 
-    def free_full_kv(self, running: dict[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that compressed KV holds, at the start of a round.
-
-        ``running`` has the requests with compressed KV by row: the last node of the path, and the number of tokens covered.
-        """
-        self._decoding = dict(running)
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """See :meth:`FreedFullKV.free_full_kv`. Compressed KV holds it."""
+        self._decoding = dict(compressed)
         if self.prompts is not None:
-            self.prompts.decode(running)
+            self.prompts.on_decode_start(compressed)
         self._update()
-        for row in running:
+        for row in compressed:
             if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
@@ -110,9 +109,9 @@ class QuantizedOnlyKV(FreedFullKV):
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
         self._own[row] = range(0, tokens)
 
-    def set_recompute_source(self, row: int, sent: RecomputeSource) -> None:
-        """Allow the request in ``row`` to lack full KV: ``sent`` lets another server recompute it."""
-        self._recompute_sources[row] = sent
+    def set_recompute_source(self, row: int, source: RecomputeSource) -> None:
+        """Set the server that recomputes the request in ``row``. Its full KV may then be freed."""
+        self._recompute_sources[row] = source
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
         """See :meth:`FreedFullKV.recompute_source`."""
@@ -145,12 +144,12 @@ class QuantizedOnlyKV(FreedFullKV):
             if segment.end < node.end:
                 nodes.split(node, segment.end - node.start)
             elif (cut := segments.boundary(segment, node.end)) < segment.end and cut > max(segment.start, node.start):
-                segments.part(segment, cut, node)
+                segments.split(segment, cut, node)
                 if cut < node.end:
                     nodes.split(node, cut - node.start)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
+        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
@@ -226,7 +225,7 @@ class QuantizedOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if req.req_pool_idx is None else self.compressed_kv.get(req.req_pool_idx)
-        if method is None or (compressed is None and tokens < method.shortest):
+        if method is None or (compressed is None and tokens < method.min_context):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
         if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
@@ -290,7 +289,7 @@ class QuantizedOnlyKV(FreedFullKV):
         return found
 
     def _kept_where_paths_diverge(self, req: "Req") -> int:
-        """Tokens that a prompt still computes and whose full KV stays: those before it diverges from another path within a block."""
+        """Tokens of a prompt whose full KV stays, because the prompt diverges from another path within their block."""
         node, page = req.best_match_node if req.req_pool_idx is None else req.last_node, self.nodes.page_size
         key = RadixKey(req.origin_input_ids + req.output_ids, req.extra_key)
         rest = key.page_aligned(page)[node.end :]
@@ -299,11 +298,11 @@ class QuantizedOnlyKV(FreedFullKV):
         return end - max(node.end, self.max_node_end(end))
 
 
-def _is_unused(node: TieredNode, holders: list[CompressedRequest]) -> bool:
+def _is_unused(node: TieredNode, holders: list[Holder]) -> bool:
     """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
     return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
 
 def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:
-    """Tokens, of ``exact`` ones and ``more`` generated ones, that compressed KV covers by the time that the request has most exact tokens."""
+    """Tokens that compressed KV covers when the request has most exact tokens: it has ``exact`` now, and generates up to ``more``."""
     return max(0, exact + more - method.max_exact_tail)

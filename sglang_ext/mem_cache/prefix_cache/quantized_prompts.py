@@ -89,7 +89,7 @@ class QuantizedPrompts:
         if (compressed := self.compressed_kv.get(row)) is not None:
             self.computed[row] = req.last_node, compressed.covered
 
-    def codes(self, row: int) -> torch.Tensor:
+    def block_slots(self, row: int) -> torch.Tensor:
         """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
         compressed = self.compressed_kv.get(row)
         if compressed is not None:
@@ -106,8 +106,8 @@ class QuantizedPrompts:
         chunks = 2 if req.req_pool_idx is None else 1
         return min(rest, chunks * self.chunk + method.unit)
 
-    def decode(self, rows: Iterable[int]) -> None:
-        """Requests in these rows decode: their prompts are computed."""
+    def on_decode_start(self, rows: Iterable[int]) -> None:
+        """Handle that requests in these rows decode: their prompts are computed."""
         for row in rows:
             self.computed.pop(row, None)
 
@@ -136,7 +136,7 @@ class QuantizedPrompts:
         """The method that packs all tokens of a request when it decodes. None if it decodes on full KV, or selects tokens of it."""
         method = self.method_of(req)
         tokens = len(req.origin_input_ids) + len(req.output_ids)
-        return method if method is not None and method.packs_all and tokens >= method.shortest else None
+        return method if method is not None and method.packs_all and tokens >= method.min_context else None
 
     def _segments(self, node: TieredNode, method: "CompressionMethod") -> list[Segment]:
         return self.nodes.segments_to(node, node.end, method.name, method.sinks)

@@ -8,12 +8,12 @@ If the rank's process ends, the request is lost. Steps in progress keep the rows
 next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
-from sglang_ext.mem_cache.prefix_cache.nodes import path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -36,14 +36,14 @@ class RemoteOnlyKV(FreedFullKV):
     method_of: "Callable[[Req], CompressionMethod | None]"
     tail: int
 
-    def free_full_kv(self, requests: "Sequence[Req]") -> None:
-        """Free full KV at the start of a round of ``requests``. The prefix tree already owns the prompts of those with compressed KV."""
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """See :meth:`FreedFullKV.free_full_kv`. Cache ranks hold it."""
         for req in requests:
             row, protected = req.req_pool_idx, req.cache_protected_len
-            compressed = self.compressed_kv.get(row)
-            if compressed is None or not protected <= compressed.covered <= self.ranks.num_held_tokens(row):
+            kv = self.compressed_kv.get(row)
+            if kv is None or not protected <= kv.covered <= self.ranks.num_held_tokens(row):
                 continue
-            if self.own_start(row, 0) >= compressed.covered:
+            if self.own_start(row, 0) >= kv.covered:
                 continue
             self.ranks.on_slots_freed(row, is_remote_only=True)
             if row not in self._own:
@@ -53,10 +53,10 @@ class RemoteOnlyKV(FreedFullKV):
                     req.last_node = self.nodes.root
                 self.compressed_kv.token_table[row, :protected] = 0
                 self._own[row] = range(protected, protected)
-            self._free_own_slots(row, protected, compressed.covered)
+            self._free_own_slots(row, protected, kv.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """The first position from which a request's row points to its own full KV."""
+        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
@@ -84,7 +84,7 @@ class RemoteOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if row is None else self.compressed_kv.get(row)
-        if method is None or (compressed is None and (tokens < method.shortest or not self._is_handed_over(row, tokens, free))):
+        if method is None or (compressed is None and (tokens < method.min_context or not self._is_handed_over(row, tokens, free))):
             return SlotDemand(growth=share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
@@ -92,7 +92,7 @@ class RemoteOnlyKV(FreedFullKV):
         if self.can_lack_full_kv(row):
             return SlotDemand(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
-        # It unlocks its whole path: nodes that no other request locks may be evicted.
+        # The request will unlock its whole path. Nodes that no other request locks may then be evicted.
         path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class CompressedRequest:
-    """A running request that drafts on compressed KV, called a holder below.
+class Holder:
+    """A running request with compressed KV, called a holder below.
 
     Attributes:
         node: The last node of its path in the prefix tree, which it locks.
@@ -38,17 +38,17 @@ class CompressedRequest:
 
 
 @dataclass
-class CompressedRequests:
-    """The holders of one scheduler process, by row, and by each node that their path contains."""
+class Holders:
+    """All holders of one scheduler process, by row, and by each node that their path contains."""
 
-    by_row: dict[int, CompressedRequest] = field(default_factory=dict)
-    by_node: dict[TieredNode, list[CompressedRequest]] = field(default_factory=dict)
+    by_row: dict[int, Holder] = field(default_factory=dict)
+    by_node: dict[TieredNode, list[Holder]] = field(default_factory=dict)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Set the holders, by row: the last node of the path, and the number of tokens that the compressed KV covers."""
         before, self.by_row, self.by_node = self.by_row, {}, {}
         for row, (node, covered) in running.items():
-            holder = self.by_row[row] = before.get(row) or CompressedRequest(row, node, covered)
+            holder = self.by_row[row] = before.get(row) or Holder(row, node, covered)
             holder.node, holder.covered = node, covered
             for each in path(node):
                 self.by_node.setdefault(each, []).append(holder)
@@ -87,7 +87,7 @@ class Residency:
     compressed_kv: "CompressedKVCache"
     offload_at_once: bool
     max_offloaded: int | None = None
-    holders: CompressedRequests = field(default_factory=CompressedRequests)
+    holders: Holders = field(default_factory=Holders)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Set the requests that draft on compressed KV, by row: the last node of the path, and the number of tokens covered.
@@ -97,7 +97,7 @@ class Residency:
         self.holders.update(running)
         if self.host.anchoring is not None:
             for holder in self.holders.by_row.values():
-                self._share_copy(holder)
+                self._share_blocks(holder)
         for holder in self.holders.by_row.values():
             for node in path(holder.node):
                 if node.on_device and node.end <= holder.covered:
@@ -109,7 +109,7 @@ class Residency:
             for node in self._droppable():
                 self._drop(node)
 
-    def _share_copy(self, holder: CompressedRequest) -> None:
+    def _share_blocks(self, holder: Holder) -> None:
         """Let the tree own a holder's packed blocks as a segment, if the tree has all tokens that the compressed KV covers."""
         compressed, node = self.compressed_kv.get(holder.row), holder.node
         if not compressed.own_packed or compressed.shared_len + compressed.own_tokens < compressed.covered or compressed.covered > node.end:
@@ -160,14 +160,14 @@ class Residency:
     def _droppable(self) -> list[TieredNode]:
         return [node for node, holders in self.holders.by_node.items() if self._can_drop(node, holders)]
 
-    def _can_drop(self, node: TieredNode, holders: list[CompressedRequest]) -> bool:
+    def _can_drop(self, node: TieredNode, holders: list[Holder]) -> bool:
         """Whether nothing reads a node's device slots before they can be loaded again."""
         if not holders or node.lock_ref != len(holders):
             return False
         return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.host.is_stored(node)
 
     def _drop(self, node: TieredNode) -> int:
-        freed = self.host.drop_device(node)
+        freed = self.host.free_device_slots(node)
         for holder in self.holders.by_node[node] if freed else []:
             holder.stale = True
         return freed

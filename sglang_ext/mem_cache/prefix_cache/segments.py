@@ -1,4 +1,4 @@
-"""Compressed KV: that of one request, and segments, chunks of it that all requests whose paths contain them share."""
+"""Compressed KV of a request, and shared segments, which all requests with a common prefix read."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Segment:
-    """A compressed chunk that covers tokens ``[start, end)`` of a path. Its KV never changes.
+    """A shared segment: compressed KV of tokens ``[start, end)`` of a path in the tree. It never changes.
 
     Attributes:
         start, end: Positions from the root, in whole pages.
@@ -43,7 +43,7 @@ class Segment:
     loaded: "Transfer | None" = None
 
     @property
-    def whole(self) -> bool:
+    def holds_all_tokens(self) -> bool:
         """Whether its blocks hold all tokens that it covers, so that full KV can be restored from them."""
         return bool(self.packed) and self.tokens == self.end - self.start
 
@@ -66,9 +66,9 @@ class CompressedKV:
         tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
         method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
         sinks: Slots at the beginning of ``own`` with the first tokens of the context, before the tokens in blocks.
-        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`CompressedKVCache` sets it.
+        own_tokens: Tokens that ``own`` keeps without the sinks; :class:`~sglang_ext.mem_cache.compressed.cache.CompressedKVCache` sets it.
         own_packed: Slots of ``own``, after the sinks, that hold packed blocks (quantized_blocks.py); 0 if it holds tokens.
-        back_slots: int64, back buffer for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
+        back_slots: int64, back slots for the next selection, as large as ``own``; the draft row does not point to it. Empty if a selection
             overwrites ``own``, on a second stream or within the steps. None if tokens are selected between steps.
         refresh_after: Context length at which it is refreshed, without the newest tokens. 0 if its size decides.
     """
@@ -96,11 +96,11 @@ class CompressedKV:
 
     @property
     def owned_slots(self) -> torch.Tensor:
-        """All slots that the request owns, the back buffer last: int64."""
+        """All slots that the request owns, the back slots last: int64."""
         return self.own if self.back_slots is None else torch.cat([self.own, self.back_slots])
 
     def swap_back_slots(self) -> None:
-        """Swap ``own`` with the back buffer, which holds the new selection."""
+        """Swap ``own`` with the back slots, which holds the new selection."""
         self.own, self.back_slots = self.back_slots, self.own
 
     @property
@@ -186,7 +186,7 @@ class Segments:
             )
         segment.node = owner
         owner.segments.append(segment)
-        self.update_codes(owner)
+        self.update_replacing_segments(owner)
         self._all[segment] = None
         self.added += 1
         self._count(segment, len(segment.slots))
@@ -216,7 +216,7 @@ class Segments:
             return 0
         if segment.node is not None:
             segment.node.segments.remove(segment)
-            self.update_codes(segment.node)
+            self.update_replacing_segments(segment.node)
             segment.node = None
         if segment.users:
             return 0
@@ -231,7 +231,7 @@ class Segments:
         self._allocator.free(segment.slots)
         return len(segment.slots)
 
-    def update_codes(self, node: "TreeNode") -> None:
+    def update_replacing_segments(self, node: "TreeNode") -> None:
         """Update which of a node's segments replace its full KV, after they changed."""
         node.replacing_segments = () if self.blocks is None else tiling(node)
 
@@ -245,7 +245,7 @@ class Segments:
             count -= 1
         return segment.start + count * tokens
 
-    def part(self, segment: Segment, position: int, owner: "TreeNode") -> None:
+    def split(self, segment: Segment, position: int, owner: "TreeNode") -> None:
         """Move the blocks of ``segment`` before ``position``, a boundary inside it, to a new segment attached to ``owner``.
 
         No data is moved. Readers of ``segment`` then read both, one after the other.
@@ -260,7 +260,7 @@ class Segments:
         owner.segments.append(first)
         self._all[first] = None
         for node in {owner, segment.node} - {None}:
-            self.update_codes(node)
+            self.update_replacing_segments(node)
         on_segment_split(first, segment)
 
     def clear(self) -> None:
@@ -276,11 +276,12 @@ class Segments:
 
 
 def tiling(node: "TreeNode") -> tuple[Segment, ...]:
-    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not."""
+    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. Empty if the segments do not hold
+    all tokens."""
     found: list[Segment] = []
     begin = node.end
     while begin > node.start:
-        ends_there = [segment for segment in node.segments if segment.end == begin and segment.whole]
+        ends_there = [segment for segment in node.segments if segment.end == begin and segment.holds_all_tokens]
         if not ends_there:
             return ()
         found.append(min(ends_there, key=lambda segment: segment.start))

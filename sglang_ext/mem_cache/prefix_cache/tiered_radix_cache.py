@@ -5,7 +5,7 @@ then a run of nodes that :meth:`TieredRadixCache.init_load_back` can make ready.
 nodes, and nodes on the device below one that is not. The match ends at the first node that is in neither tier and not quantized.
 
 This module has the methods that SGLang calls, and eviction from the device. The other parts of the tree are nodes.py, segments.py,
-host_store.py, residency.py, and quantized_only.py or remote_only.py.
+host_store.py, residency.py, freed_full_kv.py with quantized_only.py or remote_only.py, quantized_prompts.py and tree_integrity.py.
 """
 
 import heapq
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class TieredRadixCache(RadixCache):
-    """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
+    """A radix cache whose nodes hold full KV on the device or the host, and shared segments of compressed KV.
 
     SGLang creates it. The worker calls :meth:`use_host` and :meth:`bind` before the first forward.
 
@@ -68,7 +68,7 @@ class TieredRadixCache(RadixCache):
         self.freed_full_kv: "FreedFullKV | None" = None
         self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
-        self._keeps_answers = True
+        self._inserts_outputs = True
         super().__init__(params)
 
     def use_host(self, tier: "HostTier", **options: Any) -> None:
@@ -81,7 +81,7 @@ class TieredRadixCache(RadixCache):
         self,
         compressed_kv: "CompressedKVCache | None",
         ended: Callable[[int], None] = lambda row: None,
-        keeps_answers: bool = True,
+        inserts_outputs: bool = True,
         residency: "Residency | None" = None,
         early: "EarlyRequests | None" = None,
         freed_full_kv: "FreedFullKV | None" = None,
@@ -90,10 +90,10 @@ class TieredRadixCache(RadixCache):
 
         Args:
             ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.
-            keeps_answers: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
+            inserts_outputs: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
                 differs from that of the full cache.
         """
-        self.compressed_kv, self._ended, self._keeps_answers = compressed_kv, ended, keeps_answers
+        self.compressed_kv, self._ended, self._inserts_outputs = compressed_kv, ended, inserts_outputs
         self.residency, self.early, self.freed_full_kv = residency, early, freed_full_kv
 
     def reset(self) -> None:
@@ -149,12 +149,12 @@ class TieredRadixCache(RadixCache):
             nodes = []
         if nodes:
             self.inc_lock_ref(best)
-            as_codes = self.freed_full_kv is not None and self.freed_full_kv.reads_quantized(params.req, best)
-            if not as_codes:
+            reads_quantized = self.freed_full_kv is not None and self.freed_full_kv.reads_quantized(params.req, best)
+            if not reads_quantized:
                 self._load(nodes, params.mem_quota)
             # Nodes were split at changed pages.
             nodes = [node for node in path(best) if node.start >= begin]
-            nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_quantized_only), nodes))
+            nodes = list(takewhile(lambda node: node.on_device or (reads_quantized and node.is_quantized_only), nodes))
             self.dec_lock_ref(best)
         padding = [torch.arange(node.start, node.end, device=self.device) % self.page_size for node in nodes]
         slots = [node.value if node.on_device else padded for node, padded in zip(nodes, padding)]
@@ -165,8 +165,8 @@ class TieredRadixCache(RadixCache):
 
     def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
-        coded = [node for node in nodes if node.is_quantized_only]
-        if coded and not self.freed_full_kv.restore(coded, self._allocate):
+        quantized = [node for node in nodes if node.is_quantized_only]
+        if quantized and not self.freed_full_kv.restore(quantized, self._allocate):
             return
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
@@ -200,7 +200,7 @@ class TieredRadixCache(RadixCache):
             self.token_to_kv_pool_allocator.free_segment(row[own:], start_pos=own)
             return
         _, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
-        if not self._keeps_answers:
+        if not self._inserts_outputs:
             key = key[: len(req.origin_input_ids)].page_aligned(self.page_size)
         # The tree can have more than the prompt of a request that was prefilled again. The prompt can end within a quantized-only node.
         end = max(own, len(key))
@@ -218,7 +218,7 @@ class TieredRadixCache(RadixCache):
         """Let the tree own the full KV that a running request has so far, and lock its path. Then its row points to the tree's slots.
 
         Where the tree has freed device slots, the row keeps its old, stale slots: the code that freed them must load the KV before a
-        forward reads it. Without a tree the next chunk starts after the existing tokens.
+        forward reads it. If the prefix cache is disabled, the next chunk starts after the tokens computed so far.
         """
         if self.disable:
             if chunked:
@@ -283,9 +283,9 @@ class TieredRadixCache(RadixCache):
                 self.nodes.free_value(node)
                 self.nodes.set_value(node, slots[node.start : node.end])
         rest = key[node.end :]
-        if len(rest) and (coded := node.children.get(rest.child_key(self.page_size))) is not None:
+        if len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
             # The key diverges within a block of a quantized-only node. The caller has full KV of the tokens that they share.
-            node = self.nodes.split(coded, coded.key.match(rest, page_size=self.page_size))
+            node = self.nodes.split(child, child.key.match(rest, page_size=self.page_size))
             self.nodes.set_value(node, slots[node.start : node.end])
         if node.end < len(key):
             node = self.nodes.add(node, key[node.end :], slots[node.end :], priority)
@@ -336,16 +336,16 @@ class TieredRadixCache(RadixCache):
                 evicted += self.nodes.free_segment(segment)
             elif node in leaves:
                 evicted += self._evict_node(node)
-                for coded in node.replacing_segments:
-                    if not coded.users:
-                        heapq.heappush(heap, self._candidate(node, node.end, -next(numbers), coded))
+                for replacing in node.replacing_segments:
+                    if not replacing.users:
+                        heapq.heappush(heap, self._candidate(node, node.end, -next(numbers), replacing))
             if node.parent in leaves:
                 heapq.heappush(heap, self._candidate(node.parent, node.parent.end, node.parent.id))
         return evicted
 
     def _candidate(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
         """An entry in the heap of eviction candidates, lowest priority first, then deepest. ``rank`` is unique."""
-        # These are last: a prompt in progress restored full KV from them, and its compressed KV will read them.
+        # Evict these last: a prompt in progress restored full KV from them, and its compressed KV will read them.
         awaited = segment is not None and segment in node.replacing_segments and node.lock_ref > 0
         return awaited, self.eviction_strategy.get_priority(node), -depth, rank, node, segment
 

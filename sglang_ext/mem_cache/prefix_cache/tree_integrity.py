@@ -70,9 +70,9 @@ def _check_tiers(tree: PrefixTree, node: TieredNode) -> None:
         _require(node.host_value.shape == (tokens // tree.page_size,), node, f"it has {len(node.host_value)} host pages")
     _require(not node.is_void or node.lock_ref > 0, node, "its KV is in no tier, and nobody locks it")
     loading = node.load is not None
-    _require(loading == (node in tree.loading), node, "it is loading, and not on the list of loads, or the reverse")
+    _require(loading == (node in tree.loading), node, "its load and the list of loads disagree")
     both = node.value is not None and node.host_value is not None
-    _require(not loading or both, node, "it is loaded from nowhere, or to nowhere")
+    _require(not loading or both, node, "it is loading, but has no host pages or no device slots")
     _require(len(node.anchors) in (0, 0 if node.host_value is None else len(node.host_value)), node, "it has anchors of other pages")
     for page, segment in enumerate(node.anchors):
         if segment is not None:

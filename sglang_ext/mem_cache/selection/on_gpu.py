@@ -79,7 +79,7 @@ class GpuSelector:
             read: Reads their queries.
             positions: int64 [requests, window], positions of the queries, ascending.
             ahead: Which token after the newest query to select for, from 1.
-            most: Largest number of selected tokens, if positions are wanted.
+            most: Maximum selected tokens, if positions are wanted.
 
         Returns:
             Positions, int32 [layers, requests, kv_heads, most], ascending, as many per request as it selects; None if pointers were

@@ -23,7 +23,7 @@ class QueryPredictor(ABC):
 
     Attributes:
         name: Name in ``--kv-select-by``.
-        window: Largest number of newest queries that it reads. It accepts fewer, from 1 on.
+        window: Maximum newest queries that it reads. It accepts fewer, from 1 on.
     """
 
     name: ClassVar[str]
@@ -48,8 +48,8 @@ class QueryPredictor(ABC):
         newest, positions = queries[..., -self.window :, :].float(), positions[:, -self.window :]
         if rotary is None:
             return self.join(newest)
-        plain = rotary.rotated(newest, -positions[:, None, None])
-        return rotary.rotated(self.join(plain)[..., None, :], positions[:, None, None, -1:] + ahead).squeeze(-2)
+        plain = rotary.rotate(newest, -positions[:, None, None])
+        return rotary.rotate(self.join(plain)[..., None, :], positions[:, None, None, -1:] + ahead).squeeze(-2)
 
     def head_bytes(self, dim: int) -> int:
         """Approximate bytes that :meth:`predict` needs per query head of ``dim`` channels: float32 copies of its window."""
@@ -71,7 +71,7 @@ class CurrentQuery(QueryPredictor):
         """Rotate the newest query directly to the new position, in one rotation instead of two."""
         if rotary is None or queries.shape[-2] == 0:
             return super().predict(queries, positions, rotary, ahead)
-        return rotary.advanced(queries[..., -1, :], ahead)
+        return rotary.rotate_ahead(queries[..., -1, :], ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         """The last query."""

@@ -106,6 +106,11 @@ class QuantizedKeys:
         self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, scales and zero points."""
+        return self.codes.nbytes + self.words.nbytes
+
     def write(self, start: int, keys: torch.Tensor) -> None:
         """Quantize and store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
         places = slice(start, start + keys.shape[1])
@@ -164,7 +169,7 @@ class KeyQuantizer:
         self._keys, self._held = tuple(keys), held
         self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
 
-    def code(self, slots: torch.Tensor, ahead: int = 0) -> None:
+    def quantize(self, slots: torch.Tensor, ahead: int = 0) -> None:
         """Quantize the keys in ``slots``, int64 [tokens], of all layers, into ``slots + ahead``. Does not wait for the device."""
         if not len(slots):
             return

@@ -122,12 +122,12 @@ def packed_args(**change):
 )
 def test_packed_copies_are_refused_where_attention_cannot_read_them(change, found):
     args = packed_args()
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
     vars(args).update(change)
     with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, expected-attention"):
-        method_options.check_resolved(args)
+        method_options.check_methods(args)
     args.kv_compressor = "snapkv"
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_partitions_divide_the_models_heads(dim, change, remedy):
     args = packed_args(kv_compressor="hack", get_model_config=lambda: SimpleNamespace(head_dim=dim))
     vars(args).update(change)
     with pytest.raises(OptionError, match=f"which does not divide the {dim} channels of the model's heads.*: pass {re.escape(remedy)}$"):
-        method_options.check_resolved(args)
+        method_options.check_methods(args)
     args.get_model_config = lambda: SimpleNamespace(head_dim=256)
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
 
 
 @pytest.mark.parametrize(("backend", "packs"), [("flashinfer", "kivi"), ("triton", "int8"), ("fa3", "snapkv+turboquant")])
 def test_on_a_gpu_packed_copies_are_served(backend, packs):
     args = packed_args(**{**ON_GPU, "attention_backend": backend, "kv_compressor": packs})
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
@@ -168,10 +168,10 @@ def test_on_a_gpu_packed_copies_are_served(backend, packs):
 )  # fmt: skip
 def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, device):
     args = packed_args(**flags)
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
     vars(args).update({**ON_GPU, "device": device})
     with pytest.raises(OptionError) as raised:
-        method_options.check_resolved(args)
+        method_options.check_methods(args)
     assert str(raised.value) == (
         f"--device is {device} with {named}; kvquant packs tokens on a CPU only, on a GPU hack, int4, int8, kivi, lynx, "
         f"rotatekv, turboquant do. Pass {instead}, or --device cpu."
@@ -186,12 +186,12 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
 )
 def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(change, found):
     args = packed_args(kv_compressor="verify-guided")
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
     vars(args).update(change)
     with pytest.raises(OptionError, match=f"{found}.* one that copies tokens: snapkv, expected-attention"):
-        method_options.check_resolved(args)
+        method_options.check_methods(args)
     vars(args).update(ON_GPU)
-    method_options.check_resolved(args)
+    method_options.check_methods(args)
 
 
 @pytest.mark.parametrize(

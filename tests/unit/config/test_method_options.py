@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import method_options, request_params
-from sglang_ext.config.method_options import OfferedMethod, methods, offered_methods, method_index
+from sglang_ext.config.method_options import OfferedMethod, method_specs, offered_methods, method_index
 from sglang_ext.core import OptionError, RequestState
 from sglang_ext.hooks import frontend
 from sglang_ext.managers import served_methods
@@ -23,7 +23,7 @@ def resolved(**change):
         kv_online_compressor="snapkv", kv_host_gb=0, kv_bench_acceptance=None, kv_sparse_from=128,
     )
     vars(args).update(change)
-    method_options.resolve(args)
+    method_options.resolve_methods(args)
     return args
 
 
@@ -114,10 +114,10 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
     args = resolved(kv_more_compressors="snapkv:0.125,kivi")
     params = asking(asked).get("custom_params")
     if not refused:
-        request_params.check(args, params)
+        request_params.check_params(args, params)
         return
     with pytest.raises(ValueError, match="this server compresses with snapkv, snapkv:0.125, kivi: ask for") as raised:
-        request_params.check(args, params)
+        request_params.check_params(args, params)
     assert repr(asked) in str(raised.value)
 
 
@@ -126,7 +126,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
 )
 def test_an_acceptance_that_cannot_be_forced_is_refused(forced, words):
     with pytest.raises(ValueError, match=f"kv_acceptance in custom_params {words}"):
-        request_params.check(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
+        request_params.check_params(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
 
 
 def test_meta_info_names_the_method_as_it_was_asked_for():
@@ -143,15 +143,15 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
 
 def test_partitions_are_those_of_what_packs():
     args = resolved(kv_compressor="snapkv+hack", kv_more_compressors="hack,snapkv", kv_bits=2, kv_partition=32)
-    assert [each.quantizer for each in methods(args)] == [Hack(2, partition=32), Hack(2, partition=32), None]
-    assert methods(resolved(kv_compressor="hack"))[0].quantizer == Hack(4, partition=64)
+    assert [each.quantizer for each in method_specs(args)] == [Hack(2, partition=32), Hack(2, partition=32), None]
+    assert method_specs(resolved(kv_compressor="hack"))[0].quantizer == Hack(4, partition=64)
 
 
 @pytest.mark.parametrize(("value", "refused"), [("even", False), ("burst", False), (None, False), ("smooth", True), (True, True), (["even"], True)])
 def test_a_request_chooses_how_its_stream_is_paced(value, refused):
     params = {"kv_stream_pacing": value}
     if not refused:
-        request_params.check(resolved(), params)
+        request_params.check_params(resolved(), params)
         return
     with pytest.raises(ValueError, match="kv_stream_pacing is .*; pass 'burst' or 'even', or leave it out"):
-        request_params.check(resolved(), params)
+        request_params.check_params(resolved(), params)

@@ -46,9 +46,9 @@ def test_in_full_sglang_alone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_on_the_hub_may_begin_as_a_folder_does(folder: Path) -> None:
-    model_folder.check("models/nope")
+    model_folder.check_model_folder("models/nope")
     (folder / "config.json").write_text("{}")
-    model_folder.check("models")
+    model_folder.check_model_folder("models")
 
 
 def test_what_the_hub_says_of_a_name_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

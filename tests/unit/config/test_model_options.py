@@ -27,7 +27,7 @@ def resolved(query_heads, kv_heads, **changes):
 def test_in_deterministic_mode_one_query_head_a_kv_head_is_refused(heads, ranks):
     message = f"--model-path a-model, --tp-size {ranks}: a rank has {heads[0] // ranks} query heads and as many KV heads; .*full"
     with pytest.raises(OptionError, match=message):
-        model_options.check_resolved(resolved(*heads, tp_size=ranks))
+        model_options.check_model(resolved(*heads, tp_size=ranks))
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_in_deterministic_mode_one_query_head_a_kv_head_is_refused(heads, ranks)
     ids=["two query heads", "two on a rank", "not deterministic", "on a CPU", "lossy"],
 )  # fmt: skip
 def test_others_start(heads, changes):
-    model_options.check_resolved(resolved(*heads, **changes))
+    model_options.check_model(resolved(*heads, **changes))

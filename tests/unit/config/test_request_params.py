@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.openai import protocol as openai
 from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.config.request_params import CUSTOM_PARAMS, MAX_LENGTH, REQUEST_PARAMS, check, check_key
+from sglang_ext.config.request_params import CUSTOM_PARAMS, MAX_LENGTH, REQUEST_PARAMS, check_key, check_params
 
 ARGS = SimpleNamespace(kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="", kv_bench_acceptance=None)
 
@@ -21,27 +21,27 @@ ARGS = SimpleNamespace(kv_compressor="snapkv", kv_budget=0.25, kv_more_compresso
 ])  # fmt: skip
 def test_a_misspelled_parameter_is_refused_with_the_right_name(key):
     with pytest.raises(ValueError, match=f"^custom_params has '{key}', .* did you mean 'kv_compressor'. .*leave it out"):
-        check(ARGS, {key: "snapkv"})
+        check_params(ARGS, {key: "snapkv"})
 
 
 @pytest.mark.parametrize("key", ["kv_budget", "KV-budget", "kvbits", "kv_" + 10_000 * "x"])
 def test_an_unknown_parameter_of_ours_is_refused_with_those_that_there_are(key):
     told = f"has '{key[:MAX_LENGTH]}', which this server does not know. A request may set kv_compressor, kv_stream_pacing, at its top level"
     with pytest.raises(ValueError, match=told):
-        check(ARGS, {key: 1})
+        check_params(ARGS, {key: 1})
 
 
 def test_a_logit_processor_has_keys_of_its_own_but_for_the_prefix():
-    check(ARGS, {"compressor": 1, "Acceptance": 2, "token_ids": [3]}, has_processor=True)
-    check(ARGS, {"token_ids": [3], "thinking_budget": 4, "compression": "gzip", "kv_transfer_params": None})
+    check_params(ARGS, {"compressor": 1, "Acceptance": 2, "token_ids": [3]}, has_processor=True)
+    check_params(ARGS, {"token_ids": [3], "thinking_budget": 4, "compression": "gzip", "kv_transfer_params": None})
     with pytest.raises(ValueError, match="'kv_copmressor'"):
-        check(ARGS, {"kv_copmressor": 1}, has_processor=True)
+        check_params(ARGS, {"kv_copmressor": 1}, has_processor=True)
 
 
 def test_custom_params_are_an_object():
-    check(ARGS, None)
+    check_params(ARGS, None)
     with pytest.raises(ValueError, match="custom_params is 'snapkv'; pass an object"):
-        check(ARGS, "snapkv")
+        check_params(ARGS, "snapkv")
 
 
 def test_no_field_of_sglangs_requests_is_taken_for_one_of_ours():

@@ -38,8 +38,8 @@ def test_numbers_of_tokens_of_which_queries_choose_none_are_refused(flags, alway
     for select in (2.0, float(always)):
         args = arguments(**{"kv_compressor": "spade", "kv_select": select} | flags)
         with pytest.raises(OptionError, match=f"--kv-select is {select:g}.* the first and the newest tokens, {always} .* for example 0.125"):
-            selection_options.resolve(args)
-    selection_options.resolve(arguments(**{"kv_compressor": "spade", "kv_select": always + 1.0} | flags))
+            selection_options.resolve_selection(args)
+    selection_options.resolve_selection(arguments(**{"kv_compressor": "spade", "kv_select": always + 1.0} | flags))
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_numbers_of_tokens_of_which_queries_choose_none_are_refused(flags, alway
 )
 def test_a_share_of_which_queries_choose_none_anywhere_is_refused(share, told):
     args = spade(kv_select=share, device="cpu")
-    selection_options.resolve(args)
+    selection_options.resolve_selection(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=2000)
     with pytest.raises(OptionError, match=told):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
 
 
 @pytest.mark.parametrize(("flags", "told"), [({}, True), ({"kv_sparse_from": 289}, False), ({"kv_select": 0.25}, False), ({"kv_select": 64.0}, False)])
 def test_where_queries_choose_none_of_a_share_is_told(caplog, flags, told):
     args = spade(**{"kv_select": 0.125, "device": "cpu"} | flags)
-    selection_options.resolve(args)
+    selection_options.resolve_selection(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=2000)
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     expected = "in contexts of fewer than 289 tokens queries select none of the share 0.125 of --kv-select, .* pass --kv-sparse-from 289 "
     assert bool(re.search(expected, caplog.text)) == told == bool(caplog.records)
 
@@ -67,21 +67,21 @@ def test_where_queries_choose_none_of_a_share_is_told(caplog, flags, told):
 def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():
     args = spade(kv_select=4096.0, device="cpu")
     args.get_model_config = lambda: SimpleNamespace(context_len=4097)
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=4096)
     with pytest.raises(OptionError, match="--kv-select is 4096, .* has 4096 tokens: pass a number below that, a share, .*-context-length"):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     args = spade(kv_select=4095, device="cuda")
     args.get_model_config = lambda: SimpleNamespace(context_len=4096)
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     for every in (4095, 4096):
         args.kv_select_every = every
         if every < 4096:
-            selection_options.check_resolved(args)
+            selection_options.check_selection(args)
     with pytest.raises(OptionError, match="--kv-select-every is 4096, .* has 4096 tokens: pass a number below that, for example 4"):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     args.kv_compressor = "verify-guided"
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
 
 
 def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_missing(monkeypatch, caplog):
@@ -89,7 +89,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args = spade(kv_cache_ranks=2, device="cuda", base_gpu_id=1)
     sizes = {"context_len": 4096, "num_hidden_layers": 5, "head_dim": 64, "dtype": torch.float32}
     args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     assert selection_options.cache_rank_gpus(args) == [2, 3] and not caplog.text
     # Ranks beside a GPU choose by keys in 8 bits, where nobody says.
     assert args.kv_score_bits is None
@@ -100,9 +100,9 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args.kv_cache_rank_gb = 0.0012
     with pytest.raises(OptionError, match="--kv-cache-rank-gb is 0.0012, less than keys of 1000 tokens"):
         args.kv_sparse_from = 1000
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     args.kv_cache_rank_gb = 0.00123
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     args.kv_cache_rank_gb = None
     for name, value in (("device", "cpu"), ("kv_cache_ranks", 0), ("kv_score_bits", 16)):
         before = getattr(args, name)
@@ -110,7 +110,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
         assert selection_options.score_bits(args) == 16, (name, value)
         setattr(args, name, before)
     args.kv_score_bits = 8
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     assert selection_options.slot_code_bits(args) == 0, "ranks hold the codes"
     args.kv_score_bits = 16
     # Full KV goes to ranks where nothing is verified, and nothing else reads it.
@@ -159,35 +159,35 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     sizes = {"context_len": 4096, "num_hidden_layers": 5, "head_dim": 64, "dtype": torch.float32}
     args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
     with pytest.raises(OptionError, match="--kv-pack-layers is 6, and the model has 5 layers: pass a number up to that, or auto"):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     args.kv_pack_layers, args.kv_cache_rank_gb = 5, 0.004
     # 1,128 tokens of 5 layers, 3 heads, 64 numbers in 4 bytes.
     with pytest.raises(OptionError, match=r"--kv-cache-rank-gb is 0.004, less than keys of 1000 tokens .*: pass at least 0.0044, or better"):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     # What is advised is taken: three digits of 0.00433152 were less.
     args.kv_cache_rank_gb = 0.0044
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     with pytest.raises(OptionError, match="--kv-cache-rank-gb asks for 1000000.0 GB of host memory for keys; .* available .*: pass at"):
         args.kv_cache_rank_gb = 1e6
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     # 9 of 32 bits.
     args.kv_cache_rank_gb, args.kv_score_bits = 0.00123, 8
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
     # Exact keys and values beside these.
     args.kv_mode = "lossy"
     assert selection_options.has_remote_values(args)
     said = "less than keys and values, and keys in 8 bits, of 1000 tokens .*: pass at least 0.0099, or better .*, or --kv-score-bits 16$"
     with pytest.raises(OptionError, match=said):
-        selection_options.check_resolved(args)
+        selection_options.check_selection(args)
     args.kv_cache_rank_gb = 0.0099
-    selection_options.check_resolved(args)
+    selection_options.check_selection(args)
 
 
 def test_a_server_that_only_prefills_has_no_cache_ranks():
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
-    assert selection_options.ranks(args) == 0
+    assert selection_options.num_cache_ranks(args) == 0
     args.disaggregation_mode = "decode"
-    assert selection_options.ranks(args) == 1
+    assert selection_options.num_cache_ranks(args) == 1
 
 
 @pytest.mark.usefixtures("own_methods")
@@ -197,7 +197,7 @@ def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_pre
         flag_checks.check_flags(args)
         made = selection_options.step_method(args)
         assert (made.name, made.every, made.each_round, made.most) == (name, 2, False, 2048)
-        assert selection_options.ranks(args) == 0 and "no effect" not in caplog.text
+        assert selection_options.num_cache_ranks(args) == 0 and "no effect" not in caplog.text
     args.device = "cuda"
     with pytest.raises(OptionError, match="--kv-compressor .*:TrueQuery .* --device cuda: .*verify-guided or, on an NVIDIA GPU, quest"):
         flag_checks.check_device(args)

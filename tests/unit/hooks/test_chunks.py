@@ -26,7 +26,7 @@ def told(monkeypatch):
 def launched(told):
     """A scheduler that has launched a forward, and looks at the results of the one before."""
     scheduler = SimpleNamespace(result_queue=["of the one that was launched"])
-    transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    transfer.record_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["recorded", "barrier"]
     told.clear()
     return scheduler
@@ -89,5 +89,5 @@ def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):
 def test_nothing_is_recorded_without_a_gpu(told, monkeypatch):
     monkeypatch.setattr(transfer.torch.cuda, "is_available", lambda: False)
     scheduler = SimpleNamespace()
-    transfer.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    transfer.record_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["barrier"] and not vars(scheduler)

@@ -159,7 +159,7 @@ class Scheduler:
         world.round(*[req for req in self.running if self.view_of(req) is not None])
         for req in self.running:
             view, headroom = self.view_of(req), 2 * (STEPS + 1) * len(self.running)
-            if view is None and req.length >= world.compressed_kv.methods[0].shortest:
+            if view is None and req.length >= world.compressed_kv.methods[0].min_context:
                 prefix = SharedPrefix(req.last_node, req.matched) if req.matched else None
                 made = world.compressed_kv.compress(req.req_pool_idx, req.length, headroom, prefix)
                 assert made or self.alone, "a copy fits beside full KV"

@@ -9,7 +9,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-from sglang_ext.hooks.rounds import count_full_kv_steps, process_output_tokens, needs_grammar_sync
+from sglang_ext.hooks.rounds import count_plain_steps, process_output_tokens, needs_grammar_sync
 from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.spec_decode.round_result import RoundResult
 
@@ -147,7 +147,7 @@ def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(
     reporter = SimpleNamespace(
         spec_num_accept_tokens=0, spec_num_forward_ct=0, spec_num_block_accept_tokens=0, spec_num_cap_tokens=0, num_generated_tokens=0
     )
-    count_full_kv_steps(reporter, SimpleNamespace(full_kv_reqs=full_kv_reqs), tokens)
+    count_plain_steps(reporter, SimpleNamespace(full_kv_reqs=full_kv_reqs), tokens)
     emitting = [each for each in tokens if each]
     SchedulerMetricsReporter.update_spec_metrics(reporter, len(emitting), sum(emitting) - len(emitting))
     assert reporter.spec_num_accept_tokens / reporter.spec_num_forward_ct == pytest.approx(length)

@@ -23,18 +23,31 @@ def run(script, *arguments):
 
 
 def launched():
-    """Names of all kernels that a launch in the sources names: ``kernel[grid](...)``."""
-    calls = (node for file in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
-    return {call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)}
+    """Names of all kernels that the sources launch: ``kernel[grid](...)``, or passed to a function that launches its parameter."""
+    trees = [ast.parse(file.read_text()) for file in SOURCES.rglob("*.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    parameters = {each.name: [argument.arg for argument in each.args.args] for each in functions}
+    found = {name for tree in trees for name in launches(tree)}
+    for function in functions:
+        for name in set(launches(function)) & set(parameters[function.name]):
+            index = parameters[function.name].index(name)
+            calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+            found |= {call.args[index].id for call in calls if isinstance(call.func, ast.Name) and call.func.id == function.name}
+            found.discard(name)
+    return found
 
 
-@pytest.mark.slow
+def launches(tree):
+    """Names before the brackets of all launches below a node."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)]
+
+
 def test_every_kernel_fits_the_shared_memory_of_every_gpu():
     *refused, kernels, _ = run("kernel_matrix.py", "--sizes", "--quick")
     assert not refused and launched() - set(kernels.split()) == set()
 
 
-@pytest.mark.slow
 def test_kernels_give_what_float64_gives():
     run("matrix_interpret.py", "--quick")
 

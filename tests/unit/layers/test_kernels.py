@@ -11,7 +11,7 @@ CHECKS = Path(__file__).parents[2] / "kernels/kernel_checks.py"
 # Each set of checks is a process of its own, which takes seconds to load what it checks.
 
 
-@pytest.mark.parametrize("checks", [pytest.param(PLAIN, id="plain"), pytest.param(OF_SGLANG, id="of SGLang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checks", [pytest.param(PLAIN, id="plain"), pytest.param(OF_SGLANG, id="of SGLang")])
 def test_each_kernel_gives_what_pytorch_gives(checks):
     # The interpreter is chosen as Triton is imported, so they need a process of their own.
     done = subprocess.run([sys.executable, str(CHECKS), *checks], capture_output=True, text=True, timeout=600)

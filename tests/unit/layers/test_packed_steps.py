@@ -11,20 +11,20 @@ from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention import decode_graphs
 from sglang_ext.layers.attention.decode_backend import check_heads
-from sglang_ext.layers.attention.per_head import PagesDecode
 from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
+from sglang_ext.layers.attention.per_head import PagesDecode
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.draft import StepRunner
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed import queries
-from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
-from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.layouts.base import PlainLayout
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout
+from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, set_key_write_callback
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -64,7 +64,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     compressed_kv = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), mark_tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), async_selector=None,
+        get=lambda row: None, reselect=lambda *asked: chosen.append(asked), async_selector=None, layout=PlainLayout(),
     )
     worker = SimpleNamespace(
         lossy=False,
@@ -158,7 +158,7 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
 @pytest.mark.parametrize("kind", [QuantizedLayout, RaggedHeadLayout, PointerLayout, PagePointerLayout])
 def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
     ran = []
-    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
+    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), compressed_kv_name="copies")
     graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
     layout = object.__new__(kind)
     reader = LAYOUT_READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.layers.attention import verify_attention, verify_graphs
-from sglang_ext.layers.attention.verify_attention import VerifyFlashInfer
+from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import graph_capture
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
@@ -96,6 +96,6 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
     assert windows.held_bytes == RINGS + tokens * 8, "places for the queries of the largest"
     assert model.graph_shared_output.max_rows == tokens, "and logits of as many"
     before = model.graph_shared_output
-    verify_graphs.make_room_for_logits(model, tokens)
+    verify_graphs.reserve_logits_buffer(model, tokens)
     assert model.graph_shared_output is before
     assert graph_capture.create_verify_attention(SimpleNamespace(kv_mode="lossy"), model) is None

@@ -208,7 +208,7 @@ def test_keys_in_few_bits_are_counted_and_the_pool_is_as_much_smaller_but_no_mor
     assert plan(**spade | {"kv_cache_ranks": 1}).key_codes == plan(methods=("snapkv",), kv_score_bits=bits).key_codes == 0
     keys = [torch.zeros(1001, TINY.kv_heads, TINY.head_dim)] * TINY.layers
     stored = SlotCodes(keys, (0, 1), bits).held
-    assert stored.codes.nbytes + stored.words.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
+    assert stored.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
     room = 64 * MIB
     memory = held(room, **spade)
     tokens = (room - memory.held_bytes) // TINY.slot_bytes

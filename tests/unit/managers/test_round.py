@@ -34,7 +34,7 @@ class Views:
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
         compressor = SimpleNamespace(window=32, **anew)
-        return SimpleNamespace(recent=self.recent, shortest=MIN_CONTEXT + self.recent, unit=1, compressor=compressor)
+        return SimpleNamespace(recent=self.recent, min_context=MIN_CONTEXT + self.recent, unit=1, compressor=compressor)
 
     def is_refused(self, row):
         return False
@@ -359,7 +359,7 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
 def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_chosen():
     compressed_kv, every = Views(), {1: 0, 2: 1, 3: 1}
     anew = {"each_round": True, "follows_queries": True, "window": 1}
-    compressed_kv.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, shortest=MIN_CONTEXT, recent=0)
+    compressed_kv.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, min_context=MIN_CONTEXT, recent=0)
     found = [RequestState(rid=f"r{row}", row=row, seed=0) for row in (1, 2, 3)]
     for state in found[:2]:
         compressed_kv.compress(state.row, 400, 0)
@@ -371,7 +371,7 @@ def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_
 
 def without_copies():
     """Views of requests that may get a first copy soon."""
-    method = SimpleNamespace(compressor=SimpleNamespace(window=32), unit=1, shortest=MIN_CONTEXT, recent=0)
+    method = SimpleNamespace(compressor=SimpleNamespace(window=32), unit=1, min_context=MIN_CONTEXT, recent=0)
     return SimpleNamespace(method=lambda row: method, get=lambda row: None, is_refused=lambda row: False)
 
 

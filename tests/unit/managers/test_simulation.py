@@ -42,7 +42,7 @@ def test_a_request_may_ask_for_its_own_probability():
 def check(forced, params):
     """Check a request's parameters, at a server that forces this acceptance or, where it is None, none."""
     args = SimpleNamespace(kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="", kv_bench_acceptance=forced)
-    request_params.check(args, params)
+    request_params.check_params(args, params)
 
 
 @pytest.mark.parametrize("value", ["0.9", 1.5, -0.1, float("nan"), True, [0.9], {}])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiered_helpers import World, kv_of
 
-from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, LaunchedTransfer, Transfer, TransferError
-from sglang_ext.mem_cache.prefix_cache.nodes import path
-from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.core import TPRanks
+from sglang_ext.device import Mark
+from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer, TransferError, TransferTracker
+from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 
 A = list(range(1, 13))
 
@@ -95,7 +95,7 @@ def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
             freed = []
             while sum(freed) < leaf.end:
                 world.cache.host.collect_loads(node.store for node in path(leaf) if node.store is not None)
-                freed.append(sum(world.cache.host.drop_device(node) for node in path(leaf)))
+                freed.append(sum(world.cache.host.free_device_slots(node) for node in path(leaf)))
             indices, last = world.bring(world.match(tokens))
             assert torch.equal(world.kv[indices, 0, 0], kv_of(tokens)[: last.end])
             seen.append((freed, last.end, sorted(world.tiers().items())))

@@ -23,7 +23,7 @@ class FakeViews:
 
     def method(self, row):
         compressor = SimpleNamespace(follows_queries=False, window=self.window)
-        return SimpleNamespace(recent=self.recent, shortest=MIN_CONTEXT, unit=16, compressor=compressor)
+        return SimpleNamespace(recent=self.recent, min_context=MIN_CONTEXT, unit=16, compressor=compressor)
 
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
@@ -186,7 +186,7 @@ def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
 def test_verifications_near_a_renewal_leave_all_queries_that_it_scores_by(accepted, length, unit, width):
     compressed_kv, one = FakeViews(), state()
     compressor = SimpleNamespace(follows_queries=False, window=32)
-    compressed_kv.method = lambda row: SimpleNamespace(recent=0, shortest=MIN_CONTEXT, unit=unit, compressor=compressor)
+    compressed_kv.method = lambda row: SimpleNamespace(recent=0, min_context=MIN_CONTEXT, unit=unit, compressor=compressor)
     compressed_kv.compress(1, length // unit * unit, 0)
     due, kept = refresh_position(compressed_kv.get(1), compressor), set()
     for count in accepted:

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection_helpers import random_layer
 
+from sglang_ext.mem_cache import compressors
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache import compressors
 from sglang_ext.mem_cache.compressors import LayerKV, kept_count, registry, top_positions
-from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV, VerifyGuided
+from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS, query_predictor
 
@@ -157,7 +157,7 @@ def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_con
     (0, 0, 128, 128), (100, 0, 128, 228), (100, 0, 200, 228), (100, 0, 4096, 4096), (0, 2048, 128, 2049), (0, 2048, 4096, 4096)])  # fmt: skip
 def test_a_copy_begins_where_it_is_asked_for_and_leaves_tokens_out(recent, most, asked, shortest):
     placement = SimpleNamespace(recent=recent, sinks=0, unit=1, share=1.0)
-    assert CompressionMethod(Spade(most=most), 0.5, placement, sparse_from=asked).shortest == shortest
+    assert CompressionMethod(Spade(most=most), 0.5, placement, sparse_from=asked).min_context == shortest
 
 
 @given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))

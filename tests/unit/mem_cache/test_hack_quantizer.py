@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.layouts.block_layout import PAGE, BlockLayout, lane, noise, token_seeds
-from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.block_layout import SEED_PAGE, BlockLayout, lane, noise, token_seeds
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.quantizer import grouped, whole
 from sglang_ext.mem_cache.compressors.integer_quantizers import Hack, stored_below
+from sglang_ext.mem_cache.compressors.quantizer import grouped, whole
 
 CPU = torch.device("cpu")
 SIZES = [(bits, partition) for bits in (4, 2) for partition in (32, 64, 128)]
@@ -96,15 +96,15 @@ def test_noise_is_even_and_of_its_token_lane_and_channel():
 
 
 def test_seeds_follow_from_the_prompt_before_a_tokens_page():
-    prompt = list(range(5 * PAGE))
-    whole_prompt = token_seeds(prompt, 5 * PAGE, CPU)
-    assert torch.equal(token_seeds(array("q", prompt), 5 * PAGE, CPU), whole_prompt)
-    for parting in (3 * PAGE, 3 * PAGE + 5, 4 * PAGE - 1):
+    prompt = list(range(5 * SEED_PAGE))
+    whole_prompt = token_seeds(prompt, 5 * SEED_PAGE, CPU)
+    assert torch.equal(token_seeds(array("q", prompt), 5 * SEED_PAGE, CPU), whole_prompt)
+    for parting in (3 * SEED_PAGE, 3 * SEED_PAGE + 5, 4 * SEED_PAGE - 1):
         for after in ([], [7] * 100):
             shared = token_seeds(prompt[:parting] + after, parting, CPU)
             assert torch.equal(shared, whole_prompt[:parting]), "a shared prefix, wherever it ends and however it goes on"
-    changed = token_seeds([9, *prompt[1:]], 5 * PAGE, CPU)
-    assert not (changed == whole_prompt)[PAGE:].any(), "each page depends on all before it"
+    changed = token_seeds([9, *prompt[1:]], 5 * SEED_PAGE, CPU)
+    assert not (changed == whole_prompt)[SEED_PAGE:].any(), "each page depends on all before it"
     grown, short = token_seeds(prompt[:100], 1000, CPU), token_seeds(prompt[:100], 90, CPU)
     assert torch.equal(grown[:90], short) and len(grown.unique()) == 1000 and grown.dtype == torch.int32
     assert len(token_seeds([], 10, CPU)) == 10

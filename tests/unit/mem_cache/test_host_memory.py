@@ -91,11 +91,11 @@ def test_what_cannot_be_had_is_refused_in_one_line_with_limit_and_remedy(monkeyp
 
 @pytest.mark.parametrize(("ranks", "hosts", "here"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (3, 2, 2)])
 def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts, here):
-    for module in (flag_checks.model_options, flag_checks.method_options):
-        monkeypatch.setattr(module, "check_resolved", lambda args: None)
+    monkeypatch.setattr(flag_checks.model_options, "check_model", lambda args: None)
+    monkeypatch.setattr(flag_checks.method_options, "check_methods", lambda args: None)
     monkeypatch.setattr(flag_checks.method_options, "check_head_budgets", lambda args: None)
     monkeypatch.setattr(served_methods, "check_files", lambda args: None)
-    monkeypatch.setattr(hooking, "check", lambda mode: None)
+    monkeypatch.setattr(hooking, "check_hooks", lambda mode: None)
     monkeypatch.setattr(flag_checks, "_warn_of_short_contexts", lambda args: None)
     model = SimpleNamespace(
         get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32, context_len=2048

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.host_pool import HostPageError
-from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.host_pool import HostPageError, HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import pieces
-from sglang_ext.mem_cache.host_tier.tier import HostTier, TransferBandwidth, staging_bytes
-from sglang_ext.mem_cache.host_tier.transfers import TransferTracker, TransferError
+from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth, HostTier, staging_bytes
+from sglang_ext.mem_cache.host_tier.transfers import TransferError, TransferTracker
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 
@@ -236,7 +236,7 @@ def test_too_little_host_memory_names_the_flag(monkeypatch):
 
 
 def test_the_rate_follows_what_was_measured_last():
-    rate = TransferBandwidth(decay=0.5)
+    rate = HostLinkBandwidth(decay=0.5)
     assert rate.bandwidth is None
     rate.add(100, 1.0)
     assert rate.bandwidth == 100
@@ -249,7 +249,7 @@ def test_the_rate_follows_what_was_measured_last():
 
 def test_a_rate_is_measured_before_anything_is_served():
     buffers = kv_buffers()
-    tier, rate = host_tier(buffers), TransferBandwidth()
+    tier, rate = host_tier(buffers), HostLinkBandwidth()
     before = contents(buffers, torch.arange(SLOTS))
     assert rate.measure(tier, torch.arange(4).repeat(6), TransferTracker()) == rate.bandwidth > 0
     assert tier.pool.pages.free_pages == 12

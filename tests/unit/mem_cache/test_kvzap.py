@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from test_views import make_views
+from test_compressed_kv import make_views
 from tiered_helpers import World
 
 from sglang_ext.core import OptionError

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from rank_helpers import ScriptedRank
 from test_pointer_layout import guided_views, led_to
-from test_views import DIM, HEADS, LAYERS
+from test_compressed_kv import DIM, HEADS, LAYERS
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.cache_rank import protocol

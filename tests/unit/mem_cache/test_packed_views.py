@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from packed_helpers import attention, meant
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from test_views import Allocator, Tree
+from test_compressed_kv import Allocator, Tree
 from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend

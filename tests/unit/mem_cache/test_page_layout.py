@@ -7,17 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_slot_codes import forward, pool
 from test_pointer_layout import choose_by, led_to
-from test_views import DIM, HEADS, LAYERS, make_views
+from test_compressed_kv import DIM, HEADS, LAYERS, make_views
+from test_slot_codes import forward, pool
 
 from sglang_ext.core import IntegrityError, RequestState
 from sglang_ext.managers.integrity import check_compressed
-from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, max_exact_tail, select_useful_rows, refresh_position
-from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, max_unrefreshed_tail, refresh_position, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, set_key_write_callback
+from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 PAGE = 16
@@ -96,7 +96,7 @@ def test_the_host_watches_no_layer_and_counts_choices(every):
         assert observe_step(compressed_kv, {1: end}, None) is None
         compressed_kv.reselect(1, end, 1)
     assert compressed_kv.num_compressions == {"quest": 1 + 8 // every}
-    assert compressed_kv.queries.held_bytes == 0 and select_useful_rows(compressed_kv, [state()], [RecordedRows(1, 0, 1, 190)]) == (), "no queries are kept"
+    assert compressed_kv.queries.held_bytes == 0 and rows_to_record(compressed_kv, [state()], [RecordedRows(1, 0, 1, 190)]) == (), "no queries are kept"
 
 
 def test_with_every_choices_are_counted_from_the_first_step_over_a_copy_on_as_attention_makes_them():
@@ -120,7 +120,7 @@ def test_where_nothing_is_verified_a_copy_grows_when_many_tokens_follow_it_and_a
         compressed_kv = paged_views(each_round=each_round)
         ensure(compressed_kv, 160)
         view, chooser = compressed_kv.get(1), compressed_kv.methods[0].compressor
-        assert refresh_position(view, chooser) == 160 + (1 if each_round else max_exact_tail(view.num_slots))
+        assert refresh_position(view, chooser) == 160 + (1 if each_round else max_unrefreshed_tail(view.num_slots))
         ensure(compressed_kv, 190)
         assert compressed_kv.get(1).covered == (176 if each_round else 160)
         assert compressed_kv.layout.pages[5] == compressed_kv.get(1).covered // PAGE and compressed_kv.get(1).own_tokens == compressed_kv.layout.counts[5]

@@ -9,7 +9,7 @@ from head_helpers import Given, check_slots_are_conserved, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
-from test_views import DIM, HEADS, LAYERS, make_views
+from test_compressed_kv import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend

@@ -322,7 +322,7 @@ def test_segments_are_parted_where_blocks_begin_a_page(blocks, position, page, s
     cut = segments.boundary(whole, position)
     assert cut <= max(position, 64) and (cut - 64) % 64 == 0
     if 64 < cut < whole.end:
-        segments.part(whole, cut, node)
+        segments.split(whole, cut, node)
         (first, rest), = told
         assert rest is whole and (first.start, first.end, rest.start) == (64, cut, cut)
         assert torch.equal(torch.cat([first.slots, rest.slots]), taken) and len(first.slots) % page == 0

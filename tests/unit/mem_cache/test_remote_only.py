@@ -16,11 +16,11 @@ from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBl
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, PlainSlots
-from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.row_exchange import plan_refresh
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
-from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
+from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 
 TAIL = 10
 
@@ -99,7 +99,7 @@ class Handed(World):
             async_selector=self.holder,
         )  # fmt: skip
         self.held = RemoteOnlyKV(self.cache.nodes, self.compressed_kv, self.holder, lambda req: method, TAIL)
-        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.held)
+        self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.held)
 
     def renew(self, req):
         """As rounds do: a copy is made, or made anew where that can be."""
@@ -124,7 +124,7 @@ def test_a_prompts_slots_can_be_others_while_its_request_runs():
     assert world.renew(req)
     free = world.allocator.available_size()
     assert world.cache.evictable_size() == 0
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     world.check()
     assert world.cache.evictable_size() == 60 and world.allocator.available_size() == free
     assert not world.table.req_to_token[req.req_pool_idx, :60].any() and world.held.tokens == 60 and world.held.own_tokens == 0
@@ -143,13 +143,13 @@ def test_generated_tokens_go_in_the_round_after_a_copy_stands_for_them():
     world = Handed()
     req = world.start(range(100, 141))
     world.renew(req)
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     free, row = world.allocator.available_size(), req.req_pool_idx
     req.output_ids.extend(range(20))
     world.extend(req, 61)
     kept = world.compressed_kv.get(row).num_slots
     assert world.renew(req) and world.compressed_kv.get(row).covered == 60 and world.held.own_tokens == 0
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
     assert world.allocator.available_size() == free - (world.compressed_kv.get(row).num_slots - kept)
     world.check()
@@ -163,10 +163,10 @@ def test_what_the_rank_lacks_stays():
     req = world.start(range(100, 141))
     world.renew(req)
     world.holder.held[req.req_pool_idx] = world.holder.held[req.req_pool_idx][0], 38
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     assert world.held.tokens == 0 and not world.held.can_lack_full_kv(req.req_pool_idx) and world.cache.evictable_size() == 0
     world.holder.gone = True
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     assert world.held.tokens == 0 and lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[req])) == []
     world.finish(req)
     assert world.match(list(range(100, 141))).device_indices.numel() == 40
@@ -178,7 +178,7 @@ def test_who_has_no_full_kv_anywhere_is_lost_and_keeps_its_copy_until_then():
     first, second = world.start(range(100, 141)), world.start(range(100, 130))
     for req in (first, second):
         world.renew(req)
-    world.held.free_full_kv([first])
+    world.held.free_full_kv([first], {})
     assert world.compressed_kv.largest_releasable_row() == second.req_pool_idx, "the other cannot do without its copy"
     world.holder.gone = True
     assert lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[first, second])) == [0]
@@ -201,7 +201,7 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     req = world.start(range(100, 141))
     world.renew(req)
     assert sum(world.held.slot_demands([(req, 4)], 1.0)[0].path_slots_freed.values()) == 40, "all of its path, which lies in the prefix tree"
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     (slot_demand,) = world.held.slot_demands([(req, 4)], 1.0)
     assert not slot_demand.path_slots_freed and (slot_demand.compressed_slots, slot_demand.own_slots_freed, slot_demand.growth) == (0, 0, 4 + 2)
 
@@ -255,14 +255,14 @@ def test_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_rank_has_what
     row = req.req_pool_idx
     assert world.renew(req) and world.renew(req), "of full KV, which is here"
     world.check()
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     assert world.compressed_kv.can_lack_full_kv(row) and world.compressed_kv.is_usable_without_refresh(row) and world.holder.alone == {row}
     assert not world.table.req_to_token[row, :40].any()
     req.output_ids.extend(range(20))
     world.extend(req, 61)
     world.holder.full = True
     assert not world.renew(req) and world.compressed_kv.get(row).covered == 40
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     world.check()
     world.holder.full = False
     held = world.holder.held[row][0].clone()
@@ -270,7 +270,7 @@ def test_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_rank_has_what
     now = world.holder.held[row][0]
     assert now.shape[-1] > held.shape[-1] and {*range(56, 60)} <= {*now.flatten().tolist()}
     world.check()
-    world.held.free_full_kv([req])
+    world.held.free_full_kv([req], {})
     assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
     world.check()
     world.finish(req, is_insert=False)
@@ -313,7 +313,7 @@ class Rounds(RuleBasedStateMachine):
 
     @rule()
     def begins_a_round(self):
-        self.world.held.free_full_kv(self.world.running)
+        self.world.held.free_full_kv(self.world.running, {})
 
     @precondition(lambda self: self.world.running)
     @rule(seed=st.integers(0, 9), is_insert=st.booleans(), strip=st.booleans())

@@ -3,14 +3,15 @@
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from residual_helpers import PAGE, ResidualWorld, numbers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
-from sglang_ext.mem_cache.prefix_cache.nodes import path
 from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 A, B = list(range(1, 6 * PAGE + 2)), list(range(1000, 1000 + 6 * PAGE + 2))
 
@@ -99,9 +100,9 @@ def test_without_its_segment_a_node_comes_back_with_its_anchor():
     world.drop_path(node)
     world.finish(req)
     short = bytes_of(world, A)
-    world.cache.host.drop_device(node)
+    world.cache.host.free_device_slots(node)
     assert bytes_of(world, A) == short
-    world.cache.host.drop_device(node)
+    world.cache.host.free_device_slots(node)
     assert world.cache.segments.free(segment) == len(segment.slots) and node.anchors == ()
     world.check()
     whole = 6 * PAGE * world.buffers.bytes_per_slot
@@ -109,11 +110,11 @@ def test_without_its_segment_a_node_comes_back_with_its_anchor():
     # Another one that was packed of the same numbers is none of those that it was stored with.
     req = world.start(A)
     world.anchor(req)
-    world.cache.host.drop_device(node)
+    world.cache.host.free_device_slots(node)
     assert bytes_of(world, A) > short
     world.cache.host.store_as_residual(node)
     node.store.synchronize()
-    world.cache.host.drop_device(node)
+    world.cache.host.free_device_slots(node)
     assert bytes_of(world, A) == short
     world.empty()
 
@@ -231,7 +232,7 @@ def test_whatever_happens_nothing_leaks_and_what_is_read_is_right(steps, host_pa
             for node in path(running.last_node):
                 if node.on_device and (store := world.cache.host.back_up(node)) is not None:
                     store.wait()
-                    world.cache.host.drop_device(node)
+                    world.cache.host.free_device_slots(node)
         elif what == "load" and running is not None:
             missing = [node for node in path(running.last_node) if node.value is None and node.host_value is not None]
             if missing and (load := world.cache.host.load_back(missing)) is not None and flag:

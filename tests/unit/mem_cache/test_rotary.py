@@ -57,15 +57,15 @@ def test_queries_are_as_before_sglang_rotated_them_and_the_mean_rotation_is_the_
     turned = 2 * len(rotary.frequencies)
     factor = torch.ones(DIM)
     factor[:turned] = after[0, 0, :turned].norm() / before[0, 0, :turned].norm()
-    torch.testing.assert_close(rotary.unrotated(after, positions), before * factor, atol=1e-3, rtol=0)
+    torch.testing.assert_close(rotary.unrotate(after, positions), before * factor, atol=1e-3, rtol=0)
 
     by_head, expected = (part.transpose(0, 1) for part in (before * factor, after))
-    torch.testing.assert_close(rotary.rotated(by_head, positions), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(rotary.rotate(by_head, positions), expected, atol=1e-3, rtol=0)
 
     for count in (2, 0, 1000):
         shifted = positions[:-1] + count
         later, _ = embedding.forward_native(shifted, *[before[:-1].flatten(1).clone() for _ in "qk"])
-        torch.testing.assert_close(rotary.advanced(after[:-1], count), later.view(-1, 2, DIM), atol=1e-3, rtol=0)
+        torch.testing.assert_close(rotary.rotate_ahead(after[:-1], count), later.view(-1, 2, DIM), atol=1e-3, rtol=0)
 
     coming = torch.arange(40, 48)
     one = before[:1].expand(8, -1, -1)

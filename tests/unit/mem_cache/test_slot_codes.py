@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_pointer_layout import guided_views, led_to
-from test_views import HEADS, LAYERS
+from test_compressed_kv import HEADS, LAYERS
 
 from sglang_ext.core import RequestState
+from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
-from sglang_ext.mem_cache.compressed.key_derived_data import SlotCodes
 from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module
-from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 from sglang_ext.mem_cache.selection.scoring import mark_always
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
@@ -116,6 +116,6 @@ def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_betw
 def test_layers_are_read_as_they_are_without_codes():
     compressed_kv, _ = guided_views(Spade())
     slots = torch.tensor([5, 2])
-    assert torch.equal(compressed_kv.buffers.scored(1, slots), compressed_kv.buffers.keys[1][slots])
+    assert torch.equal(compressed_kv.buffers.scoring_keys(1, slots), compressed_kv.buffers.keys[1][slots])
     compressed_kv.buffers = replace(compressed_kv.buffers, codes=SlotCodes(compressed_kv.buffers.keys, range(LAYERS), 8).held)
     assert compressed_kv.buffers.of_layers(slice(0, 1)).codes is None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_pointer_layout import guided_views, led_to
-from test_views import DIM, HEADS, LAYERS
+from test_compressed_kv import DIM, HEADS, LAYERS
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import check_compressed

@@ -130,7 +130,7 @@ def test_kv_of_locked_nodes_leaves_the_device_and_comes_back():
     world = World()
     one, other = world.start(A), world.start(B)
     shared = world.node(A[:4])
-    assert world.cache.protected_size() == 12 and world.cache.host.drop_device(shared) == 0, "it has no host copy"
+    assert world.cache.protected_size() == 12 and world.cache.host.free_device_slots(shared) == 0, "it has no host copy"
     assert world.drop_path(one.last_node) == 8
     assert (world.cache.protected_size(), world.cache.evictable_size()) == (4, 0)
     assert world.allocator.available_size() == 40 - 4
@@ -428,7 +428,7 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
 def test_answers_of_copies_alone_do_not_enter_the_tree():
     """In lossy mode the KV of generated tokens is of what copies said, and no prompt's."""
     world = World()
-    world.cache.bind(None, keeps_answers=False)
+    world.cache.bind(None, inserts_outputs=False)
     req = world.start(A)
     req.output_ids.extend([31, 32, 33, 34])
     assert world.extend(req, len(req.tokens))
@@ -441,7 +441,7 @@ def test_answers_of_copies_alone_do_not_enter_the_tree():
 def test_a_prompt_whose_answer_is_one_token_is_kept_where_answers_are_not():
     """SGLang tells the tree of it once, when it ends; of a prompt that it computed in chunks, its beginning before."""
     world = World()
-    world.cache.bind(None, keeps_answers=False)
+    world.cache.bind(None, inserts_outputs=False)
     prompt = [*A, 11, 12, 13, 14, 15]
     req = world.start(prompt[: len(A)])
     req.origin_input_ids.extend(prompt[len(A) :])

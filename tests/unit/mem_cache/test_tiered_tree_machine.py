@@ -149,7 +149,7 @@ class TieredTree(RuleBasedStateMachine):
             # The host may have forgotten the first for the sake of the next.
             if node.on_device and not node.dropped and (store := self.world.cache.host.back_up(node)) is not None:
                 store.wait()
-                assert self.world.cache.host.drop_device(node) == len(node.key) and self.world.cache.host.drop_device(node) == 0
+                assert self.world.cache.host.free_device_slots(node) == len(node.key) and self.world.cache.host.free_device_slots(node) == 0
                 assert node.value is None and node.host_value is not None
         self.forget_lost()
         self.expect([tokens], added=HOST)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from argument_helpers import arguments
-from test_views import make_views
+from test_compressed_kv import make_views
 
 from sglang_ext_bench.options import file_name
 from sglang_ext.config import method_options, request_params
@@ -155,21 +155,21 @@ def test_what_is_no_method_of_a_module_is_refused_with_the_reason(package, value
 def test_requests_may_ask_for_it_as_it_is_told(tmp_path):
     path = written(tmp_path, "Ninth")
     args = arguments(kv_compressor=f"{path}:NinthNorm+kivi", kv_more_compressors=f"{path}:NinthNorm:0.5,snapkv")
-    method_options.resolve(args)
+    method_options.resolve_methods(args)
     names = [offer.public_name for offer in method_options.offered_methods(args)]
     assert names == ["NinthNorm+kivi", "NinthNorm:0.5", "snapkv"]
     for place, asked in enumerate((f"{path}:NinthNorm+kivi", "NinthNorm:.50", "snapkv")):
         assert [offer.is_named(asked) for offer in method_options.offered_methods(args)] == [each == place for each in range(3)]
     for name in names:
-        request_params.check(args, {"kv_compressor": name})
+        request_params.check_params(args, {"kv_compressor": name})
     with pytest.raises(ValueError, match=r"'NinthNorm'; this server compresses with NinthNorm\+kivi, NinthNorm:0.5, snapkv: ask"):
-        request_params.check(args, {"kv_compressor": "NinthNorm"})
+        request_params.check_params(args, {"kv_compressor": "NinthNorm"})
 
 
 def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(tmp_path):
     path = written(tmp_path, "Second")
     args = arguments(kv_compressor=f"{path}:SecondNorm", kv_more_compressors=f"{path}:SecondNorm:0.5, snapkv+kivi:0.125")
-    method_options.resolve(args)
+    method_options.resolve_methods(args)
     first, half, packed = method_options.offered_methods(args)
     assert (first.budget, half.budget, packed.budget) == (0.25, 0.5, 0.125)
     assert half.is_named(f"{path}:SecondNorm:.50") and not half.is_named(f"{path}:SecondNorm")
@@ -188,7 +188,7 @@ def test_one_method_by_two_paths_is_one(tmp_path):
     path = written(tmp_path, "Sixth")
     again = path.replace("my_method.py", "./my_method.py")
     with pytest.raises(OptionError, match="again, with a budget of 0.25"):
-        method_options.resolve(arguments(kv_compressor=f"{path}:SixthNorm", kv_more_compressors=f"{again}:SixthNorm"))
+        method_options.resolve_methods(arguments(kv_compressor=f"{path}:SixthNorm", kv_more_compressors=f"{again}:SixthNorm"))
 
 
 @pytest.mark.parametrize(

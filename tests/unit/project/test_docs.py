@@ -1,5 +1,6 @@
 """The manual: what follows from the code is up to date, links lead somewhere, and no removed flag is named."""
 
+import ast
 import pkgutil
 import re
 import runpy
@@ -17,7 +18,7 @@ PAGES = [*(ROOT / page for page in SITE["PAGES"]), *sorted(DOCS.rglob("*.md"))]
 # Pages that name files and classes.
 OF_CODE = [
     *(DOCS / "architecture.md", DOCS / "glossary.md", PATCHES / "README.md"),
-    *sorted((DOCS / "internals").glob("*.md")), *sorted((DOCS / "guides").glob("*.md")),
+    *sorted((DOCS / "internals").glob("*.md")), *sorted((DOCS / "guides").glob("*.md")), *sorted((DOCS / "results").glob("*.md")),
 ]  # fmt: skip
 # Written in a change of its own; a link to it is allowed until it is there.
 REMOVED = ("--kv-schedule", "--kv-ngram-tokens", "--kv-bench-lock-step")
@@ -113,6 +114,29 @@ def test_each_file_and_name_of_the_code_that_is_named_exists(page):
         found = [path for key, path in files.items() if key == file or ("/" not in file and key.endswith(f"/{file}"))]
         if not found or (inside and not any(re.search(rf"\b{inside.split('.')[-1]}\b", path.read_text()) for path in found)):
             wrong.append(f"{file}:{inside}")
+    assert not wrong, ", ".join(wrong)
+
+
+def defined_names():
+    """Each class of the package and the benchmarks, and its methods, fields and attributes as ``Class.name``."""
+    found = set()
+    for path in [*(ROOT / "sglang_ext").rglob("*.py"), *(ROOT / "benchmarks/sglang_ext_bench").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                fields = [each.target.id for each in node.body if isinstance(each, ast.AnnAssign)]
+                methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+                attributes = [each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
+                found |= {node.name, *(f"{node.name}.{each}" for each in (*fields, *methods, *attributes))}
+    return found
+
+
+def test_each_method_of_a_class_of_ours_that_a_page_names_exists():
+    names = defined_names()
+    wrong = []
+    for page in OF_CODE:
+        for owner, member in re.findall(r"`(?:[\w/]+\.py:)?([A-Z]\w+)\.(\w+)`", page.read_text()):
+            if owner in names and f"{owner}.{member}" not in names:
+                wrong.append(f"{name(page)}: {owner}.{member}")
     assert not wrong, ", ".join(wrong)
 
 

@@ -64,7 +64,7 @@ def test_a_model_that_sglang_computes_in_another_dtype_than_it_is_stored_in_is_t
     config.write_text(config.read_text().replace("bfloat16", "float32"))
     checks.read_model.cache_clear()
     (check,) = checks.check_kernels(folder)
-    assert check.found.endswith("KV head, float16 unless --dtype says another (stored: float32): PyTorch")
+    assert check.found.endswith("KV head, float16 unless --dtype is set (stored: float32): PyTorch")
 
 
 def test_without_a_gpu_and_without_a_model(folder, tmp_path):

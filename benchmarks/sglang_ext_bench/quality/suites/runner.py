@@ -18,11 +18,7 @@ from sglang_ext.tools.server_client import ServerClient
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import SamplingSettings, generate
-from sglang_ext_bench.quality.server_measurements import (
-    compressed_share,
-    run_parallel,
-    token_bytes,
-)
+from sglang_ext_bench.quality.server_measurements import compressed_share, run_parallel, token_bytes
 from sglang_ext_bench.quality.suites.arms import SuiteArm, SuiteServer, selector_share
 from sglang_ext_bench.quality.suites.case import SuiteCase
 from sglang_ext_bench.quality.suites.stored_results import ScoredAnswer, StoredResults

@@ -7,7 +7,7 @@ rows. Of the sum it holds the rows ``g, g + 8`` and the columns ``2q, 2q + 1``.
 
 Keys and values are A, queries and weights are B. B's eight columns are the queries that share a KV head. The order of the summed dimension
 is free, if both operands use the same order. The assignment of tokens or channels to rows is free too. Therefore the codes of a load are
-already in the positions of a fragment (tiles.py).
+already in the positions of a fragment (gluon/tiles.py).
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Scales, zero points and sums of both sides of a product are those of HACK's equation (4), arXiv 2502.03589.
 
-Integer sums begin at assembly.py's BIASED. The bits of such a sum, read as float32, are a large number, so that no instruction converts
+Integer sums begin at BIASED (fragments.py). The bits of such a sum, read as float32, are a large number, so that no instruction converts
 integers. The product of a scale and BIAS is exact if the scale's lowest bits are 0. The fused multiply-add of the scale then subtracts it.
 """
 

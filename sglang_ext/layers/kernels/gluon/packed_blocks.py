@@ -55,7 +55,7 @@ def _key_numbers(words, F: gl.constexpr):
 
 @gluon.jit
 def query_sums(queries, F: gl.constexpr):
-    """Sum of each query's channels, float32 [columns]. ``queries`` are from ``_load_queries`` of packed_blocks.py."""
+    """Sum of each query's channels, float32 [columns]. ``queries`` are from :func:`_load_queries`."""
     sums = gl.full([F.value.columns], 0.0, gl.float32, QUERY)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         ones = gl.full([16, F.value.bytes], 1.0, gl.float16, A)

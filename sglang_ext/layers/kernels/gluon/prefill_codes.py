@@ -1,6 +1,6 @@
 """Prefill attention over the codes of earlier blocks, in Gluon for Hopper.
 
-It is the second of the two kernels that packed/integer_prefill.py launches. It computes the loop over steps of hack/prefill_attention.py,
+It is the second of the two kernels that packed/integer_prefill.py launches. It computes the loop over steps of packed/prefill_attention.py,
 in the same units.
 
 A program has three roles, each with its own warps. Two warp groups attend, with 64 rows each, so that one group's tensor-core products

@@ -130,14 +130,14 @@ def _load(numbers, slots, inside, slot_numbers, LAYOUT: gl.constexpr, F: gl.cons
 
 @gluon.jit
 def _keys(numbers, F: gl.constexpr):
-    """Keys as A, channels in the order of :func:`~.tiles.exact_channel`."""
+    """Keys as A, channels in the order of :func:`exact_channel`."""
     tile = numbers.reshape(32, F.value.dim // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(32, F.value.dim)
     return gl.convert_layout(tile, A, assert_trivial=True)
 
 
 @gluon.jit
 def _values(numbers, F: gl.constexpr):
-    """Values as A, channels in the order of :func:`~.tiles.value_byte`."""
+    """Values as A, channels in the order of :func:`value_byte`."""
     paired = gl.convert_layout(numbers, F.value.exact_paired, assert_trivial=True)
     # Puts pairs of tokens in the positions of adjacent channels.
     paired = gl.inline_asm_elementwise(PAIRED[0], PAIRED[1], [paired], numbers.dtype, True, 4)

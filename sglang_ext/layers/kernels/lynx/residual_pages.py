@@ -1,6 +1,6 @@
 """Kernels that write pages to host memory as residuals and anchors, or whole, and read them back.
 
-mem_cache/host_tier/page_copies.py defines the layout of a page's host memory (``rooms``). Most programs handle 64 channels of a chunk's
+mem_cache/host_tier/page_copies.py defines the layout of a page's host memory, its frame. Most programs handle 64 channels of a chunk's
 32 tokens, of one buffer of one page. If a page's size marks it as whole, its numbers are copied unchanged. Data in host memory may
 be corrupted. The kernels therefore never read outside the page's host memory.
 """

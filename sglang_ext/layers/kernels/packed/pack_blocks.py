@@ -238,7 +238,8 @@ def pack_tiles(
 
 
 class PackedBlocks(Protocol):
-    """How the cells of a pool store the blocks of a quantizer: what kernels read of :class:`Packing`."""
+    """How the cells of a pool store the blocks of a quantizer: what kernels read of ``Packing``
+    (mem_cache/compressed/layouts/quantized_blocks.py)."""
 
     @property
     def quantizer(self) -> Quantizer: ...
@@ -254,7 +255,7 @@ class PackedBlocks(Protocol):
     def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
 
-class PoolBuffers(Protocol):
+class LayerBuffers(Protocol):
     """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
 
     @property
@@ -271,7 +272,7 @@ class PoolBuffers(Protocol):
     def first_head(self) -> int: ...
 
 
-def can_pack(packing: PackedBlocks, buffers: PoolBuffers) -> bool:
+def can_pack(packing: PackedBlocks, buffers: LayerBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -282,7 +283,7 @@ def can_pack(packing: PackedBlocks, buffers: PoolBuffers) -> bool:
 
 def pack_blocks(
     packing: PackedBlocks,
-    buffers: PoolBuffers,
+    buffers: LayerBuffers,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,

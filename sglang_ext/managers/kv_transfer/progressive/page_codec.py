@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple, Self
 
@@ -171,12 +172,16 @@ class RawCodec(PageCodec):
 
     def _views(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield keys, then values, of each layer: rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes."""
-        begin = 0
-        for tensor in self.pool.tensors(layers.first, layers.count):
-            rows = tensor.view(torch.uint8).numpy()
+        begin, first, last = 0, layers.first, layers.first + layers.count
+        for rows in self._pool_rows[first:last] + self._pool_rows[self.pool.layers + first : self.pool.layers + last]:
             end = begin + tokens * rows.shape[1]
             yield rows, content[begin:end].reshape(tokens, rows.shape[1])
             begin = end
+
+    @cached_property
+    def _pool_rows(self) -> tuple[np.ndarray, ...]:
+        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, width]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
 
 
 def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:

@@ -1,7 +1,7 @@
 """Interfaces for how compressed KV is stored in slots of SGLang's pool, and the plain layouts, which store tokens unchanged.
 
-A draft row of the token table begins with the slots of the compressed KV. Only the layout knows what these slots contain. A second table
-records how much compressed KV each row begins with. layers/attention/ has the attention over rows of each layout.
+A draft row of the token table begins with the slots of the compressed KV. The layout defines their content. It also has a table with the amount of
+compressed KV in each draft row. layers/attention/ has the attention over rows of each layout.
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +13,8 @@ import torch
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
@@ -114,8 +114,8 @@ class KVLayout(ABC):
         """Data beside the pool by which attention selects pages; None if it selects none."""
         return None
 
-    def step_selects(self, row: int, after: int) -> bool:
-        """Whether attention selects tokens for ``row`` in the next launched step, if the layout :attr:`selects_in_attention`.
+    def record_step(self, row: int, after: int) -> bool:
+        """Record a launched step over ``row``. Returns whether its attention selects tokens, if the layout :attr:`selects_in_attention`.
 
         Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
         """
@@ -173,28 +173,28 @@ class PlainLayout(KVLayout):
 
 
 class ExchangedRowLayout(PlainLayout):
-    """Each slot stores K and V of one token per layer and KV head. Another process replaces these rows with others (row_exchange.py)."""
+    """Each slot stores K and V of one token per layer and KV head. Another process replaces these rows with others (compressed/row_exchange.py)."""
 
     shareable = False
 
 
-Form = TypeVar("Form")
+SlotLayoutType = TypeVar("SlotLayoutType")
 
 
 @dataclass(frozen=True)
-class RowCountLayout(KVLayout, Generic[Form]):
-    """A layout with a table.
+class RowCountLayout(KVLayout, Generic[SlotLayoutType]):
+    """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
         layout: How compressed KV is stored in slots.
         counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 
-    layout: Form
+    layout: SlotLayoutType
     counts: torch.Tensor
 
     @classmethod
-    def for_table(cls, layout: Form, token_table: torch.Tensor) -> Self:
+    def for_table(cls, layout: SlotLayoutType, token_table: torch.Tensor) -> Self:
         """Create the table for the rows of a token table, all 0."""
         return cls(layout, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
 

@@ -14,7 +14,7 @@ the lowest bits on. A kernel therefore unpacks contiguous channels by shift and 
 *Stochastic rounding* rounds a number between two codes up with a probability equal to its distance from the lower code. Sums of many
 numbers are therefore unbiased (HACK, arXiv 2502.03589). The noise comes from a hash, not from a random generator. Its inputs are the prompt
 before the token's page, the token's index, its layer, KV head and channel, and the kind. Ranks with different heads, and servers that pack
-the same prefix, therefore compute the same codes. Later tokens are no input: prompts that share a block share its codes, whatever follows. A
+the same prefix, therefore compute the same codes. Later tokens do not change the noise, so prompts with a common block have equal codes. A
 kernel computes the same as :func:`noise` (layers/kernels/packed/pack_blocks.py).
 """
 
@@ -217,7 +217,7 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 # Tokens of a page. A page's noise depends on one hash of the prompt.
-PAGE = 64
+SEED_PAGE = 64
 # Factors of the lane and channel numbers in the hash: odd, near 2 ** 32 over the golden ratio, and another odd number.
 LANE_STEP, CHANNEL_STEP = 0x9E3779B9, 0x85EBCA6B
 # Shifts and factors, alternating, of a 32-bit hash that spreads each bit over all others.
@@ -227,7 +227,7 @@ NOISE_BITS = 24
 MASK = 0xFFFFFFFF
 
 
-def chained(parts: Iterable[bytes]) -> Iterator[bytes]:
+def prefix_hashes(parts: Iterable[bytes]) -> Iterator[bytes]:
     """Yield for each part a hash of it and of all parts before it, 16 bytes."""
     digest = b""
     for part in parts:
@@ -242,11 +242,11 @@ def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> tor
     whole pages and the page's number. The context may be longer or shorter than the prompt.
     """
     ids = numpy.asarray(prompt, numpy.int64)
-    before = (ids[max(0, end - PAGE) : end] if end <= len(ids) else ids[:0] for end in range(0, tokens, PAGE))
-    pages = [int.from_bytes(digest[:4], "little", signed=True) for digest in chained(page.tobytes() for page in before)]
+    before = (ids[max(0, end - SEED_PAGE) : end] if end <= len(ids) else ids[:0] for end in range(0, tokens, SEED_PAGE))
+    pages = [int.from_bytes(digest[:4], "little", signed=True) for digest in prefix_hashes(page.tobytes() for page in before)]
     of_pages = to_device(pages, device, torch.int32)
     # int32 wraps around, as the kernels' integers do.
-    return (of_pages[:, None] + torch.arange(PAGE, dtype=torch.int32, device=device)).flatten()[:tokens]
+    return (of_pages[:, None] + torch.arange(SEED_PAGE, dtype=torch.int32, device=device)).flatten()[:tokens]
 
 
 def lane(layer: int, head: int, is_value: bool) -> int:

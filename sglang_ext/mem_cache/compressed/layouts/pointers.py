@@ -4,10 +4,9 @@ A pointer is a slot number, int32. The pointers of a head are stored one after a
 slots in SGLang's pool, in each layer. With heads of 128 numbers of 16 bits, a slot stores 64 pointers per head. Pointers thus take little
 memory next to full KV, and the pool accounts for them. Full KV of a running request is locked, so that its slots do not change.
 
-Attention itself may select pages in each step by the step's query: Quest on a GPU. A Quest page is a page of SGLang's pool or a part of it.
-Its tokens are in consecutive slots, so that every sixteenth slot of a row begins a page of the context. Compressed KV covers and keeps
-whole pages, and a selection fills the pointers exactly. The other inputs of a selection are stored on the device by row of the token table,
-so that one CUDA graph serves all requests.
+Attention itself may select pages in each step by the step's query: Quest on a GPU. A Quest page is a pool page of SGLang, or a part of one: 16 tokens
+in consecutive slots. Compressed KV covers and keeps whole pages, and a selection fills the pointers exactly. The other inputs of a selection are
+stored on the device by row of the token table, so that one CUDA graph serves all requests.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.core import IntegrityError
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
-from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -174,8 +173,8 @@ class PagePointerLayout(PointerLayout):
             self.selected_at[:, row] = -self.every
             self.last_selections.pop(row, None)
 
-    def step_selects(self, row: int, after: int) -> bool:
-        """Predict as :meth:`KVLayout.step_selects` what the kernel decides by itself."""
+    def record_step(self, row: int, after: int) -> bool:
+        """Predict as :meth:`KVLayout.record_step` what the kernel decides by itself."""
         if self.every > 1:
             if after - self.last_selections.get(row, -self.every) < self.every:
                 return False

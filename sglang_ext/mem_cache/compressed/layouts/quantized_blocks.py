@@ -1,4 +1,4 @@
-"""Quantized compressed KV in SGLang's KV pool: the slots it takes, how it is written, and how it is read.
+"""Quantized blocks in SGLang's KV pool: their number of slots, writing and reading.
 
 Blocks are stored in ordinary slots, whose cells contain bytes instead of keys and values (block_layout.py). Each KV head's bytes stay in
 the head's own cells, so that ranks with different heads need no data of each other.
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, as_bytes, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
@@ -165,7 +165,7 @@ class Packing(SlotLayout):
             lanes = lane(layer, first_head, is_value) + 2 * torch.arange(len(numbers), device=numbers.device)
             given = (noise(seeds, lanes, layout.dim).view(shape),)
         if layout.positions:
-            numbers = self.rotary.rotated(numbers, -tokens)
+            numbers = self.rotary.rotate(numbers, -tokens)
         if rotation is not None:
             numbers = numbers @ rotation
         block = self.quantizer.quantize(numbers.view(shape), layout.grid, *given)
@@ -179,7 +179,7 @@ class Packing(SlotLayout):
         if rotation is not None:
             numbers = numbers @ rotation.t()
         if layout.positions:
-            numbers = self.rotary.rotated(numbers, block.positions)
+            numbers = self.rotary.rotate(numbers, block.positions)
         return numbers.flatten(1, 2)
 
     def restore(self, buffers: KVBuffers, blocks: torch.Tensor, first: int, targets: torch.Tensor) -> None:

@@ -17,11 +17,11 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part, RaggedSelection
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RaggedHeadLayout(KVLayout):
     def _layers(self) -> dict[int, int]:
         return {buffer.data_ptr(): index for index, buffer in enumerate(self.buffers.keys)}
 
-    def of_layer(self, row: int, keys: torch.Tensor) -> list[int]:
+    def layer_bounds(self, row: int, keys: torch.Tensor) -> list[int]:
         """Bounds of the heads of the layer with key buffer ``keys``: kv_heads + 1 numbers, on the host."""
         first = self._layers[keys.data_ptr()] * self.kv_heads
         return self.bounds[row, first : first + self.kv_heads + 1].tolist()

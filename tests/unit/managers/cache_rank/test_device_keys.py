@@ -40,7 +40,7 @@ def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
     for piece in PIECES:
         tokens = torch.arange(piece.tokens) + store.first_slot(piece)
         for layer in range(arena.shape.layers):
-            assert torch.equal(store.buffers.scored(layer, tokens), other.read(layer, tokens))
+            assert torch.equal(store.buffers.scoring_keys(layer, tokens), other.read(layer, tokens))
             if rows:
                 assert torch.equal(store.sent.keys[layer][tokens], exact[0, layer, tokens])
                 assert torch.equal(store.sent.values[layer][tokens], exact[1, layer, tokens])

@@ -1,6 +1,8 @@
 """How a cache rank becomes ready: it is measured as fast as it answers, and borne as long as it says that it lives."""
 
+import errno
 import logging
+import os
 import re
 import time
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from device_rank_helpers import RankWorld
 from rank_helpers import ScriptedRank, attach
 from waiting import until
 
+from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol, selection_server
 from sglang_ext.managers.cache_rank import rank_link as links
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
@@ -65,3 +68,12 @@ def test_it_beats_while_it_attaches(monkeypatch):
     with pytest.raises(protocol.ProtocolError, match="version and epoch"):
         made._handle(msgspec.structs.replace(told, version=0))
     assert isinstance(said[-1], protocol.AttachRefused)
+
+
+def test_too_little_shared_memory_is_refused_with_a_remedy(monkeypatch):
+    def refuse(descriptor, size):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OptionError, match="MB of shared memory, which the system refuses .*: pass .* --kv-cache-ranks 0"):
+        ExchangeBuffer(attach().shape, CPU, "cpu")

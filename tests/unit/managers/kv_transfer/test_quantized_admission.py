@@ -1,4 +1,4 @@
-"""A decode server's prompts that come as codes: what they are charged, which slots they get, and that all of them come back."""
+"""Prompts that a decode server receives as quantized KV: their admission, their slots, and that all slots are freed."""
 
 from array import array
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import retract_lost
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
@@ -47,7 +47,7 @@ class Decode:
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(packing, self.table.req_to_token),
         )  # fmt: skip
         self.codes = QuantizedOnlyKV(self.cache.nodes, self.compressed_kv, packing, lambda req: self.method, recomputes=False)
-        self.cache.bind(self.compressed_kv, keeps_answers=False, freed_full_kv=self.codes)
+        self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.codes)
         admitted = SimpleNamespace(method_of=lambda req: 0, admit=lambda req, matched: None)
         self.prompts = QuantizedPromptAllocator(self.compressed_kv, self.codes, admitted)
         worker, feature = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace())
@@ -101,7 +101,7 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
             break
         planned, charged, taken, slots = decode.admit(req)
         running.append((req, tokens))
-        assert (planned is None) == (tokens < decode.method.shortest)
+        assert (planned is None) == (tokens < decode.method.min_context)
         if planned is None:
             assert charged == tokens and taken == -(-tokens // page) * page
             continue
@@ -115,7 +115,7 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
         where = decode.prompts.slots(req, planned)
         assert len(where.sinks) == where.begin == view.sinks and torch.equal(where.tail, slots)
         assert torch.equal(where.blocks, view.own[view.sinks :][: view.own_packed])
-    decode.codes.free_full_kv({row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.items()})
+    decode.codes.free_full_kv([], {row: (decode.cache.root_node, view.covered) for row, view in decode.compressed_kv.items()})
     for req, tokens in running:
         decode.end(req, tokens)
     assert decode.allocator.available_size() == SLOTS and decode.codes.own_tokens == 0 and not decode.compressed_kv.items()
@@ -168,10 +168,10 @@ def test_codes_of_a_request_that_nobody_could_send_again_do_not_take_its_full_kv
     row = req.req_pool_idx
     assert decode.compressed_kv.compress(row, 500)
     running = {row: (decode.cache.root_node, decode.compressed_kv.get(row).covered)}
-    decode.codes.free_full_kv(running)
+    decode.codes.free_full_kv([], running)
     assert decode.codes.own_tokens == 0 and not decode.codes.can_lack_full_kv(row)
     decode.prompts.enable_recompute(decode.request(500, req_pool_idx=row), None)
-    decode.codes.free_full_kv(running)
+    decode.codes.free_full_kv([], running)
     assert decode.codes.own_tokens == decode.compressed_kv.get(row).covered and decode.codes.can_lack_full_kv(row)
 
 

@@ -1,4 +1,4 @@
-"""Which questions a cache rank on a GPU records graphs for, and when it gives them up."""
+"""For which batches of selection requests a cache rank on a GPU captures graphs, and when it frees them."""
 
 from types import SimpleNamespace
 

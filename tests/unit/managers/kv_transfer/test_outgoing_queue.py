@@ -1,4 +1,4 @@
-"""What a sender sends next: anchors of all rooms before any residual, each part once, and what is missing after a break."""
+"""The order in which a sender sends: anchors of all rooms before residuals, each part once, and missing parts after a reconnect."""
 
 import pytest
 from hypothesis import given

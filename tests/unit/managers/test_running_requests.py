@@ -1,4 +1,4 @@
-"""A round is run for the requests that still run; what SGLang relays is as long as its batch."""
+"""A round runs for the unfinished requests of a batch. The tensors that SGLang relays have an entry for each request of the batch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Files of sockets that killed servers left go when the next one starts; those of living ones stay, also of one that starts meanwhile."""
+"""A starting server deletes the socket files of killed servers, and keeps those of running and starting servers."""
 
 import multiprocessing
 import os

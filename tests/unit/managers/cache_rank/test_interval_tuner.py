@@ -1,4 +1,4 @@
-"""Ranks are asked as often as they keep up with steps, and no more often than asked for."""
+"""Cache ranks get selection requests as often as they keep up with steps, and not more often than the requested interval."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Compressed copies hold the chosen KV in the pool's own slots, and give every slot back."""
+"""Compressed KV stores the selected tokens in slots of the pool, and frees each slot."""
 
 from types import SimpleNamespace
 
