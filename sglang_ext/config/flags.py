@@ -11,8 +11,8 @@ import dataclasses
 from sglang_ext.config import combinations, disaggregation_options, method_options, options, request_params
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.combinations import (
-    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD, HAS_PROGRESSIVE_TRANSFER, HAS_RANKS,
-    HAS_SELECTOR, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
+    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_HOST_MEMORY, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD,
+    HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR, HAS_STORE, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
 from sglang_ext.config.rules import Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
@@ -271,6 +271,24 @@ TABLE: dict[str, Flag] = {
             ),
             refuse_if_set("disable_radix_cache", "only nodes of the prefix tree can leave the device", "leave out --disable-radix-cache"),
         ),
+    ),
+    "kv_store": Flag(
+        text="URL of a prefix store that servers share: file:FOLDER, redis://HOST:PORT/DATABASE, s3://BUCKET/PREFIX?endpoint=URL or "
+        "mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A prompt that begins with a stored "
+        "prefix reads it, if that is faster than computing it.",
+        group=SECTION_HOST, example="file:/mnt/prefixes", requires=(HAS_HOST_MEMORY,),
+        conflicts=(
+            Refusal(
+                "--kv-prefill quantized", lambda args: args.kv_prefill == options.QUANTIZED,
+                "prompts attend to quantized KV, so their KV is not that of other servers", "pass --kv-prefill exact",
+            ),
+        ),
+    ),
+    "kv_store_form": Flag(
+        text="Form of the pages that are written to --kv-store. raw: unchanged. anchored: a 4-bit anchor and the remaining bits, about "
+        "three quarters of the bytes of bfloat16; encoding and decoding take a core for each 20 MB per second. Servers share pages of "
+        "one form only.",
+        group=SECTION_HOST, values=("raw", "anchored"), requires=(HAS_STORE,),
     ),
     "kv_full_tier": Flag(
         text="Where full KV of running requests is stored. device: on the device. host: in host memory, loaded for each verification. "

@@ -8,6 +8,8 @@ from sglang_ext.mem_cache.compressors import catalogue
 
 MODES = ("full", "lossy", "verified")
 MAX_DRAFT_LENGTH = 64
+# Name of the prefix store in SGLang's options.
+STORAGE_BACKEND = "sglang_ext"
 # KV that prompts attend to: --kv-prefill.
 EXACT, QUANTIZED = PREFILL_MODES = ("exact", "quantized")
 FULL_TIERS = ("auto", "device", "host")
@@ -100,6 +102,11 @@ def why_full_kv_stays(args: KVServerArgs) -> str | None:
         if kept:
             return why
     return None
+
+
+def has_prefix_store(args: KVServerArgs) -> bool:
+    """Whether prefixes are written to a store and read from it."""
+    return args.kv_mode != "full" and args.kv_store is not None and bool(args.kv_host_gb)
 
 
 def has_progressive_transfer(args: KVServerArgs) -> bool:

@@ -49,6 +49,8 @@ class KVServerArgs(ServerArgs):
     kv_max_burst: int | None = None
     kv_stream_pacing: str = "burst"
     kv_host_gb: float = 0.0
+    kv_store: str | None = None
+    kv_store_form: str = "raw"
     kv_full_tier: str = "device"
     kv_offload_draft_length: int = 64
     kv_reference: str = "exact"

@@ -1,4 +1,4 @@
-"""Optional capabilities of the worker: KV transfer, host offload, quantized attention, sparse attention, cache ranks.
+"""Optional capabilities of the worker: KV transfer, host offload, a prefix store, quantized attention, sparse attention, cache ranks.
 
 Each feature is a subclass of :class:`Feature`, stored with the code it enables. :data:`FEATURES` lists the classes by dotted name, with the
 flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not
@@ -155,6 +155,7 @@ def _uses_quantized_attention(args: "KVServerArgs") -> bool:
 FEATURES: "dict[str, Callable[[KVServerArgs], bool]]" = {
     "sglang_ext.managers.kv_transfer.feature.KVTransfer": options.has_progressive_transfer,
     "sglang_ext.managers.kv_offload.feature.HostOffload": lambda args: bool(args.kv_host_gb),
+    "sglang_ext.managers.prefix_storage.PrefixStorage": options.has_prefix_store,
     "sglang_ext.managers.quantized_attention.QuantizedAttention": _uses_quantized_attention,
     "sglang_ext.managers.cache_rank.feature.CacheRanks": lambda args: bool(args.kv_cache_ranks),
     "sglang_ext.managers.sparse_attention.SparseAttention": selection_options.has_selector,

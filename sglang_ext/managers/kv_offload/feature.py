@@ -104,7 +104,7 @@ def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
         TransferError: The KV loaded back differs from the stored KV.
     """
     args, buffers = worker.server_args, worker.compressed_kv.buffers
-    anchoring = create_anchoring(worker.compressed_kv, args.page_size)
+    anchoring = create_anchoring(worker.compressed_kv, args.page_size, args.kv_store is not None)
     pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), frames=anchoring is not None)
     residuals = None if anchoring is None else ResidualPages(buffers, worker.compressed_kv.methods[0].packing, args.page_size)
     corrupt = args.kv_bench_corrupt_loads
@@ -123,10 +123,13 @@ def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
         logger.info("sglang-ext: full KV loads from host memory at %.1f GB/s", rate / 1e9)
 
 
-def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int) -> Anchoring | None:
-    """Return how the host stores residuals of compressed KV, if ``lynx`` packs it. None if the host stores full KV whole."""
+def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int, has_store: bool) -> Anchoring | None:
+    """Return how the host stores residuals of compressed KV, if ``lynx`` packs it. None if the host stores full KV whole.
+
+    With a prefix store it does, because a store page needs no other KV.
+    """
     quantizers = [getattr(method.packing, "quantizer", None) for method in compressed_kv.methods]
-    if not any(isinstance(each, Lynx) for each in quantizers):
+    if has_store or not any(isinstance(each, Lynx) for each in quantizers):
         return None
     (method, *others), packing = compressed_kv.methods, compressed_kv.methods[0].packing
     if others or not method.compressor.keeps_all:

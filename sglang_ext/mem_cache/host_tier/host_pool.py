@@ -60,6 +60,8 @@ class HostPages:
         self._free = [range(count)]
         # Not PyTorch tensors: those cannot be written if inference mode differs between creation and use.
         self._owned, self._filled = np.zeros(count, bool), np.zeros(count, bool)
+        # Readers of each page, and pages that were freed while they had readers.
+        self._readers, self._freed = np.zeros(count, np.int32), np.zeros(count, bool)
 
     def allocate(self, count: int) -> torch.Tensor | None:
         """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
@@ -115,8 +117,27 @@ class HostPages:
         if len(twice):
             raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
         self._owned[pages.numpy()] = False
+        is_read = self._readers[ordered.numpy()] > 0
+        self._freed[ordered.numpy()[is_read]] = True
+        self._return(ordered[torch.from_numpy(~is_read)])
+
+    def hold(self, pages: torch.Tensor) -> None:
+        """Keep the content of ``pages`` (int64 [pages], on the host, owned): if they are freed, they stay unavailable until :meth:`release`."""
+        self.check_owned(pages)
+        self._readers[pages.numpy()] += 1
+
+    def release(self, pages: torch.Tensor) -> None:
+        """Undo one :meth:`hold`."""
+        index = pages.numpy()
+        self._readers[index] -= 1
+        late = index[self._freed[index] & (self._readers[index] == 0)]
+        self._freed[late] = False
+        self._return(torch.from_numpy(np.sort(late)))
+
+    def _return(self, pages: torch.Tensor) -> None:
+        """Add ``pages`` (int64, ascending) to the free ones."""
         self.free_pages += len(pages)
-        for run in runs(ordered):
+        for run in runs(pages):
             self._put(range(run.first, run.first + run.count))
 
     def check_owned(self, pages: torch.Tensor) -> None:

@@ -265,6 +265,15 @@ class PrefixTree:
         self.set_value(node, slots)
         return node
 
+    def add_on_host(self, parent: TieredNode, key: RadixKey, pages: torch.Tensor, of: "HostPages", store: "Transfer") -> TieredNode:
+        """Add a node below ``parent`` that owns host ``pages``, int64 [pages of the key], which ``store`` has filled."""
+        node = TieredNode(parent.end, priority=parent.priority)
+        node.parent, node.key, node.store = parent, key, store
+        parent.children[key.child_key(self.page_size)] = node
+        self.set_host(node, pages, of)
+        self.update_eviction_sets(parent)
+        return node
+
     def set_value(self, node: TieredNode, slots: torch.Tensor) -> None:
         """Let a node without device slots own ``slots``, int64 [tokens of the node]."""
         node.value = slots.clone()

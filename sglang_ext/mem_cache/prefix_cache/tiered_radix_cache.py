@@ -11,7 +11,7 @@ host_store.py, residency.py, freed_full_kv.py with quantized_only.py or remote_o
 import heapq
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
     from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
+    from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
 
 
 class TieredRadixCache(RadixCache):
@@ -51,6 +52,7 @@ class TieredRadixCache(RadixCache):
         nodes: The tree.
         segments: Compressed chunks attached to the nodes.
         host: The nodes' KV on the host. None if full KV is stored on the device only.
+        stored: Prefixes in a prefix store. None if the server has none.
         residency: Running requests whose full KV may leave the device. None if it stays.
         compressed_kv: The requests' own compressed KV, in the same pool. None if no request has any.
         early: Running requests that still receive a part of their full KV from another server. None if there are none.
@@ -58,10 +60,14 @@ class TieredRadixCache(RadixCache):
         recomputed: Running requests so far that lost their full KV and are computed again (freed_full_kv.py).
     """
 
+    # SGLang reads it: whether prefetch_from_storage needs the hashes of all earlier pages.
+    hicache_storage_pass_prefix_keys = False
+
     def __init__(self, params: CacheInitParams) -> None:
         self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
         self.nodes = PrefixTree(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
         self.host: "HostStore | None" = None
+        self.stored: "StoredPrefixes | None" = None
         self.residency: "Residency | None" = None
         self.compressed_kv: "CompressedKVCache | None" = None
         self.early: "EarlyRequests | None" = None
@@ -100,6 +106,8 @@ class TieredRadixCache(RadixCache):
         """Clear the tree, all segments and all compressed KV, and free the host pages."""
         if self.compressed_kv is not None:
             self.compressed_kv.forget_all()
+        if self.stored is not None:
+            self.stored.clear()
         if self.residency is not None:
             self.residency.holders.clear()
         if self.freed_full_kv is not None:
@@ -186,6 +194,8 @@ class TieredRadixCache(RadixCache):
         ``kv_len_to_handle`` tokens may enter the tree.
         """
         own, own_start, allocated, index = req.cache_protected_len, 0, req.kv.kv_allocated_len, req.req_pool_idx
+        if self.stored is not None:
+            self.stored.compute.forget(req.rid)
         if self.freed_full_kv is not None:
             is_insert &= self.freed_full_kv.can_insert(index)
             own_start = self.freed_full_kv.own_start(index, 0)
@@ -206,7 +216,9 @@ class TieredRadixCache(RadixCache):
         end = max(own, len(key))
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
-            _, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
+            last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
+            if self.stored is not None:
+                self.stored.write(last)
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
@@ -242,6 +254,43 @@ class TieredRadixCache(RadixCache):
         self.dec_lock_ref(req.last_node)
         req.prefix_indices = torch.cat([indices, row[len(indices) :].to(indices.dtype)])
         req.last_node = last
+        if self.stored is not None:
+            self.stored.compute.end(req.rid, len(key) - own)
+            self.stored.write(last)
+
+    def is_backuped(self, node: TieredNode) -> bool:
+        """True: a request may ask the prefix store for the pages after any node, wherever its KV is."""
+        return True
+
+    def get_last_hash_value(self, node: TieredNode) -> None:
+        """None: pages of the prefix store are named by all tokens before them."""
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TieredNode,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+    ) -> None:
+        """Ask the prefix store for the pages of a waiting request that follow ``last_host_node``."""
+        if self.stored is not None:
+            self.stored.start(req_id, last_host_node, new_input_tokens)
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        """Whether the request waits for no pages of the prefix store. Those that arrived are in the tree then."""
+        return self.stored is None or self.stored.is_done(req_id)
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        """Tokens of the request that came from the prefix store. The next call returns 0."""
+        return 0 if self.stored is None else self.stored.pop_loaded(req_id)
+
+    def release_aborted_request(self, rid: str) -> None:
+        """Stop reading pages for an aborted request."""
+        if self.stored is not None:
+            self.stored.abort(rid)
+
+    terminate_prefetch = release_aborted_request
 
     def unlock_path(self, req) -> None:
         """Unlock the path of a request that no longer computes or reads, before it ends, so that other requests may take its full KV.

@@ -303,20 +303,30 @@ def read_page(backend: StoreBackend, page: StoredPage, tensors: Sequence[torch.T
     Raises:
         ObjectError: The store lacks the object or fails, or the object does not restore the page.
     """
-    _fill(backend, [page.first_range()])
-    page.open()
-    _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+    try:
+        fetch_page(backend, page, exact)
+    except StoreError as error:
+        raise ObjectError(str(error)) from error
     if exact:
         page.restore(tensors)
     else:
         page.decode_anchors(tensors)
 
 
+def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> None:
+    """Read the bytes of a page, or of its anchors alone, so that it can be restored.
+
+    Raises:
+        ObjectError: The store lacks the object, or its header is not that of the page.
+        StoreError: The store fails.
+    """
+    _fill(backend, [page.first_range()])
+    page.open()
+    _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+
+
 def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:
-    try:
-        filled = backend.read(ranges) if ranges else []
-    except StoreError as error:
-        raise ObjectError(str(error)) from error
+    filled = backend.read(ranges) if ranges else []
     if not all(filled):
         raise ObjectError(f"object {ranges[filled.index(False)].name} is missing or shorter than its header says")
 

@@ -1,0 +1,87 @@
+"""Prefix store: full KV of prefixes outside the server (``--kv-store``), which other servers and later runs read instead of computing it."""
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import OptionError
+from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.mem_cache.prefix_cache.stored_prefixes import UNIT, StoredPrefixes
+from sglang_ext.mem_cache.prefix_store.backend import StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
+from sglang_ext.mem_cache.prefix_store.store import PrefixStore
+from sglang_ext.mem_cache.scores import model_folder, model_key
+
+if TYPE_CHECKING:
+    from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixStorage(Feature):
+    """Attaches a prefix store to the prefix tree, behind its host tier."""
+
+    counters = {
+        "store_hit_pages": ("Pages of waiting requests that came from the prefix store.",),
+        "store_miss_pages": ("Pages of waiting requests that were asked for, and did not come from the prefix store.",),
+        "store_slower": ("Requests that were computed, because the prefix store was predicted to be slower.",),
+        "store_dropped_pages": ("Pages that were not written to the prefix store, because too many waited.",),
+        "store_written_pages": ("Pages that were written to the prefix store.",),
+        "store_written_bytes": ("Bytes that were written to the prefix store.",),
+        "store_read_bytes": ("Bytes of full KV that were restored from the prefix store.",),
+        "store_read_seconds": ("Seconds in which threads read and decoded these pages.",),
+        "store_bad_pages": ("Objects of the prefix store that were missing when read, damaged, or of another page.",),
+        "store_errors": ("Requests to the prefix store that failed.",),
+    }
+    _stored: StoredPrefixes | None = None
+
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> None:
+        """Attach the store to the prefix tree, which has its host tier.
+
+        Raises:
+            OptionError: The store cannot be reached, or does not support the KV.
+        """
+        args, buffers, page_size = self.args, worker.compressed_kv.buffers, self.args.page_size
+        if UNIT % page_size and page_size % UNIT:
+            raise OptionError(f"--kv-store needs pages that divide {UNIT} tokens, or multiples of {UNIT}; --page-size is {page_size}: pass --page-size {UNIT}")
+        key = buffers.keys[0]
+        form = ObjectFormat(
+            model=model_identity(args),
+            dtype=key.dtype,
+            layers=len(buffers.keys),
+            heads=key.shape[1],
+            head_dim=key.shape[2],
+            page_size=max(UNIT, page_size),
+            rank=worker.ranks.rank,
+            ranks=args.tp_size,
+            form=args.kv_store_form,
+        )
+        try:
+            backend = open_backend(args.kv_store)
+        except StoreError as error:
+            raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
+        self._stored = tree_cache.stored = StoredPrefixes(tree_cache.host, PrefixStore(backend, args.kv_store), form, worker.ranks)
+        logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
+
+    def metrics(self, worker: Worker) -> Iterator[MetricValue]:
+        """Totals of the store."""
+        if self._stored is None:
+            return
+        stored, counters = self._stored, self._stored.store.counters
+        yield "store_hit_pages", stored.hits
+        yield "store_miss_pages", stored.misses
+        yield "store_slower", stored.skipped_slow
+        yield "store_dropped_pages", stored.dropped
+        yield "store_written_pages", counters.written_pages
+        yield "store_written_bytes", counters.written_bytes
+        yield "store_read_bytes", counters.read_bytes
+        yield "store_read_seconds", counters.read_seconds
+        yield "store_bad_pages", counters.bad_pages
+        yield "store_errors", counters.errors
+
+
+def model_identity(args: "KVServerArgs") -> str:
+    """Text that differs between servers whose KV of equal tokens differs by more than rounding."""
+    weights = model_key(model_folder(args.model_path, args.revision))
+    return f"{weights} {args.dtype} {args.quantization} {args.torchao_config} {args.json_model_override_args}"

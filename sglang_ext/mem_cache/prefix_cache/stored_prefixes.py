@@ -1,0 +1,354 @@
+"""Prefixes of the tree in a prefix store: what is written to it, and what waiting requests read from it.
+
+*Writing.* When the tree takes the KV of a prompt or an answer, it backs the nodes up to the host. Threads write their pages from there.
+*Reading.* A waiting request asks for the pages that follow its match. They arrive in host pages, as a node of the tree, and the request loads
+them as any other node on the host. While pages arrive, other requests run.
+
+A store page has :attr:`StoredPrefixes.unit` tokens: one host page or several. All ranks call the methods in the same order. What changes
+their trees is agreed: the pages found, the pages restored, and the writes that have ended.
+"""
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_hash_str
+
+from sglang_ext.core import TPRanks
+from sglang_ext.device import Mark
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.tier import PageChecksums
+from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer
+from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage
+from sglang_ext.mem_cache.prefix_store.store import READERS, PageRun, PrefixStore
+
+logger = logging.getLogger(__name__)
+
+UNIT = 64
+"""Tokens of a store page, unless a host page has more."""
+MAX_HELD_SHARE = 0.5
+"""Share of the host pages that may wait to be written. Further pages are not written."""
+MAX_KNOWN_PAGES = 1 << 20
+"""Newest pages of which the server remembers that they are in the store."""
+LOOKUP_SECONDS, FETCH_SECONDS = 1.0, 30.0
+"""Longest wait for the lookup, and for all pages of a request."""
+GRACE_SECONDS, GRACE_SHARE = 0.05, 0.05
+"""Before this time, and this share of the time that computing would take, a fetch is not judged by its progress."""
+RECENT_RATES = 16
+"""Newest prefills whose fastest rate counts. Beside other requests a prefill takes longer."""
+
+
+@dataclass
+class Fetch:
+    """The pages that a waiting request asks the store for.
+
+    Attributes:
+        tokens: Token ids of the prompt up to the end of the last page.
+        begin: Tokens that the tree had.
+        pages: The store pages, from the one that holds token ``begin`` on.
+        found: How many of them the store has.
+        since: When it began, in seconds.
+        num_pages: Pages that are read: those that all ranks found. None before that is known.
+        host_pages: Host pages for the tokens from ``begin`` on, int64.
+        run: The pages that are being read.
+    """
+
+    tokens: Sequence[int]
+    begin: int
+    pages: list[StoredPage]
+    found: "Future[int]"
+    since: float = field(default_factory=time.monotonic)
+    num_pages: int | None = None
+    host_pages: torch.Tensor | None = None
+    run: PageRun | None = None
+
+
+class ComputeRate:
+    """Tokens per second of the fastest recent prefill, as the prefix tree sees it: from admission until the KV enters the tree."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, float] = {}
+        self._rates: deque[float] = deque(maxlen=RECENT_RATES)
+
+    def begin(self, rid: str) -> None:
+        """A request may be computed from now on."""
+        self._begun[rid] = time.monotonic()
+
+    def end(self, rid: str, tokens: int) -> None:
+        """The KV of a request's ``tokens`` is computed."""
+        begun = self._begun.pop(rid, None)
+        if begun is not None and tokens > 0:
+            self._rates.append(tokens / max(1e-6, time.monotonic() - begun))
+
+    def forget(self, rid: str) -> None:
+        """A request ended."""
+        self._begun.pop(rid, None)
+
+    def seconds(self, tokens: int) -> float | None:
+        """Seconds to compute ``tokens``. None before a prefill was measured."""
+        return tokens / max(self._rates) if self._rates else None
+
+
+class StoredPrefixes:
+    """The prefix store of one rank's tree.
+
+    Args:
+        host: The tree's KV on the host.
+        store: The store.
+        form: Format of the objects; its page size is the unit.
+
+    Attributes:
+        unit: Tokens of a store page.
+        hits, misses: Requested store pages that were, and were not, read into the tree.
+        skipped_slow: Requests that were computed because the store was predicted to be slower.
+        dropped: Store pages that were not written, because too many waited.
+    """
+
+    def __init__(self, host: HostStore, store: PrefixStore, form: ObjectFormat, ranks: TPRanks = TPRanks()) -> None:
+        self.host, self.store, self.form, self.unit, self._ranks = host, store, form, form.page_size, ranks
+        self._page_size = host.nodes.page_size
+        self.hits = self.misses = self.skipped_slow = self.dropped = 0
+        self.compute = ComputeRate()
+        self._fetches: dict[str, Fetch] = {}
+        self._loaded: dict[str, int] = {}
+        self._known: dict[bytes, None] = {}
+        self._writes: deque[tuple[Future[None], torch.Tensor]] = deque()
+        self._held_pages = 0
+        pool = host.tier.pool
+        layers = pool.kv.shape[1]
+        keys, values = (tuple(pool.kv[kind, layer].flatten(0, 1) for layer in range(layers)) for kind in (0, 1))
+        self._checksums = PageChecksums(KVBuffers(tuple(range(layers)), (1.0,) * layers, keys, values), self._page_size)
+
+    def write(self, last: TieredNode) -> None:
+        """Back up the path to ``last`` to the host, and write its pages to the store."""
+        self._release_written()
+        nodes = path(last)
+        if not nodes or nodes[0].key.extra_key is not None or not self.store.answers:
+            return
+        covered: list[TieredNode] = []
+        for node in nodes:
+            if node.host_value is None and (not node.on_device or self.host.back_up(node) is None):
+                break
+            covered.append(node)
+        if not covered or covered[-1].end < self.unit:
+            return
+        tokens = [token for node in covered for token in node.key.token_ids]
+        ends = range(self.unit, len(tokens) + 1, self.unit)
+        pages, stores = torch.cat([node.host_value for node in covered]), {node.end: node.store for node in covered}
+        for page_hash, end in zip(self._hashes(tokens[: ends[-1]]), ends):
+            if page_hash not in self._known:
+                begin = end - self.unit
+                awaited = [store for node_end, store in stores.items() if node_end > begin]
+                self._write_page(StoredPage(self.form, page_hash, begin), pages[begin // self._page_size : end // self._page_size], awaited)
+
+    def _hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Hash of each store page, as SGLang names HiCache pages of this size: of all tokens up to its end."""
+        return [bytes.fromhex(each) for each in get_hash_str(tokens, page_size=self.unit)]
+
+    def _write_page(self, page: StoredPage, host_pages: torch.Tensor, stores: Sequence[Transfer]) -> None:
+        if self._held_pages + len(host_pages) > MAX_HELD_SHARE * self.host.tier.pool.pages.count:
+            self.dropped += 1
+            return
+        self._remember(page.page_hash)
+        self.host.tier.pool.pages.hold(host_pages)
+        self._held_pages += len(host_pages)
+        done = self.store.write(page, lambda: self._tensors(host_pages), lambda: all(each.done for each in stores))
+        self._writes.append((done, host_pages))
+
+    def _release_written(self) -> None:
+        """Release host pages whose writes have ended on all ranks."""
+        ended = 0
+        for done, _ in self._writes:
+            if not done.done():
+                break
+            ended += 1
+        for _ in range(min(self._ranks.gather(ended))):
+            _, pages = self._writes.popleft()
+            self.host.tier.pool.pages.release(pages)
+            self._held_pages -= len(pages)
+
+    def _remember(self, page_hash: bytes) -> None:
+        self._known[page_hash] = None
+        if len(self._known) > MAX_KNOWN_PAGES:
+            del self._known[next(iter(self._known))]
+
+    def _tensors(self, host_pages: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Keys of all layers, then values, of consecutive tokens in host pages. Views if the pages are consecutive, else copies."""
+        kv, first = self.host.tier.pool.kv, int(host_pages[0])
+        part = kv[:, :, first : first + len(host_pages)] if is_run(host_pages) else kv[:, :, host_pages]
+        return part.flatten(2, 3).flatten(0, 1).unbind()
+
+    def pending_writes(self) -> list[tuple["Future[None]", torch.Tensor]]:
+        """The writes whose host pages are held: each with these pages, int64."""
+        return list(self._writes)
+
+    def reading(self, rid: str) -> PageRun | None:
+        """The pages that a waiting request reads. None if it reads none yet."""
+        fetch = self._fetches.get(rid)
+        return None if fetch is None else fetch.run
+
+    def start(self, rid: str, node: TieredNode, new_tokens: Sequence[int]) -> None:
+        """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``."""
+        self._release_written()
+        before, begin = path(node), node.end
+        end = (begin + len(new_tokens)) // self.unit * self.unit
+        has_key = bool(before) and before[0].key.extra_key is not None
+        if rid in self._fetches or has_key or end <= begin or not self.store.answers:
+            return
+        tokens = [*(token for each in before for token in each.key.token_ids), *new_tokens][:end]
+        first = begin // self.unit * self.unit
+        hashes = self._hashes(tokens)[first // self.unit :]
+        pages = [StoredPage(self.form, page_hash, start) for page_hash, start in zip(hashes, range(first, end, self.unit))]
+        self._fetches[rid] = Fetch(tokens, begin, pages, self.store.count_run([page.name for page in pages]))
+
+    def is_done(self, rid: str) -> bool:
+        """Whether a request waits for no pages any more. Those that arrived are in the tree then."""
+        fetch = self._fetches.get(rid)
+        if fetch is None:
+            self.compute.begin(rid)
+            return True
+        if fetch.num_pages is None and not self._begin_reading(fetch):
+            return False
+        if fetch.run is not None:
+            now = fetch.run.restored, fetch.run.ended, self._is_too_slow(fetch)
+            states = self._ranks.gather(now)
+            if not all(ended for _, ended, _ in states) and not states[0][2]:
+                return False
+            fetch.run.stop()
+            restored = min(self._ranks.gather(fetch.run.restored))
+            self._loaded[rid] = self._insert(fetch, restored)
+        else:
+            restored = 0
+        self.hits += restored
+        self.misses += len(fetch.pages) - restored
+        del self._fetches[rid]
+        self.compute.begin(rid)
+        return True
+
+    def pop_loaded(self, rid: str) -> int:
+        """Tokens of a request that came from the store. The next call returns 0."""
+        return self._loaded.pop(rid, 0)
+
+    def abort(self, rid: str) -> None:
+        """Forget a request."""
+        fetch = self._fetches.pop(rid, None)
+        self._loaded.pop(rid, None)
+        self.compute.forget(rid)
+        if fetch is not None and fetch.run is not None:
+            fetch.run.stop()
+            self.host.tier.pool.pages.free(fetch.host_pages)
+
+    def clear(self) -> None:
+        """Forget all requests, because the tree is cleared, and release pages that wait to be written once they are written."""
+        for rid in list(self._fetches):
+            self.abort(rid)
+
+    def _begin_reading(self, fetch: Fetch) -> bool:
+        """Begin to read the pages that were found on all ranks. Returns False while that is not known."""
+        elapsed = time.monotonic() - fetch.since
+        states = self._ranks.gather((fetch.found.result() if fetch.found.done() else None, elapsed > LOOKUP_SECONDS))
+        if any(found is None for found, _ in states):
+            if not states[0][1]:
+                return False
+            found = 0
+        else:
+            found = min(found for found, _ in states)
+        tokens = len(fetch.pages[:found]) and fetch.pages[found - 1].start + self.unit - fetch.begin
+        fetch.num_pages = 0
+        if tokens <= 0:
+            return True
+        if self._ranks.agree(self._predicts_loss(found, tokens)):
+            self.skipped_slow += 1
+            return True
+        pages = self.host.allocate(tokens // self._page_size)
+        if pages is None:
+            return True
+        fetch.num_pages, fetch.host_pages = found, pages
+        read = fetch.pages[:found]
+        targets = [lambda page=page: self._targets(fetch, page) for page in read]
+        fetch.run = self.store.read(read, targets, lambda index, tensors: self._finish_page(fetch, read[index], tensors))
+        return True
+
+    def _predicts_loss(self, pages: int, tokens: int) -> bool:
+        """Whether reading would take longer than computing, by measured rates."""
+        rate, compute = self.store.rate, self.compute.seconds(tokens)
+        page_bytes = self.unit // self._page_size * self.host.tier.pool.page_bytes
+        return rate is not None and compute is not None and pages * page_bytes / (rate * min(READERS, pages)) > compute
+
+    def _is_too_slow(self, fetch: Fetch) -> bool:
+        """Whether the pages that are missing would take longer than computing them, by the progress so far."""
+        elapsed, restored = time.monotonic() - fetch.since, fetch.run.restored
+        if elapsed > FETCH_SECONDS:
+            return True
+        compute = self.compute.seconds((fetch.num_pages - restored) * self.unit)
+        if compute is None or elapsed < GRACE_SECONDS + GRACE_SHARE * compute:
+            return False
+        return elapsed / max(restored, 0.5) * (fetch.num_pages - restored) > compute
+
+    def _own_pages(self, fetch: Fetch, page: StoredPage) -> torch.Tensor:
+        """Host pages of a store page's tokens from ``fetch.begin`` on."""
+        begin, end = (max(0, at - fetch.begin) // self._page_size for at in (page.start, page.start + self.unit))
+        return fetch.host_pages[begin:end]
+
+    def _fills_host_pages(self, own: torch.Tensor) -> bool:
+        """Whether a store page is restored directly to its host pages: they are consecutive and hold all of its tokens."""
+        return len(own) == self.unit // self._page_size and is_run(own)
+
+    def _targets(self, fetch: Fetch, page: StoredPage) -> Sequence[torch.Tensor]:
+        """Tensors that a store page is restored to."""
+        own, kv = self._own_pages(fetch, page), self.host.tier.pool.kv
+        if self._fills_host_pages(own):
+            return self._tensors(own)
+        kinds, layers, _, _, *shape = kv.shape
+        return torch.empty(kinds * layers, self.unit, *shape, dtype=kv.dtype).unbind()
+
+    @torch.inference_mode()
+    def _finish_page(self, fetch: Fetch, page: StoredPage, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a restored page to its host pages, if it is not there, and set their checksums."""
+        own, pool, size = self._own_pages(fetch, page), self.host.tier.pool, self._page_size
+        if not self._fills_host_pages(own):
+            tail = torch.stack(list(tensors))[:, -len(own) * size :]
+            pool.kv[:, :, own] = tail.unflatten(1, (-1, size)).unflatten(0, pool.kv.shape[:2])
+        slots = (own[:, None] * size + torch.arange(size)).flatten()
+        pool.checksums[own] = self._checksums.of(slots)
+
+    def _insert(self, fetch: Fetch, restored: int) -> int:
+        """Insert the restored pages into the tree, and free the other host pages. Returns the number of inserted tokens."""
+        nodes, pool, size = self.host.nodes, self.host.tier.pool, self._page_size
+        end = min(fetch.pages[restored - 1].start + self.unit, len(fetch.tokens)) if restored else fetch.begin
+        key = RadixKey(array("q", fetch.tokens[:end]))
+        found = nodes.walk(key) if restored else []
+        parent = found[-1] if found else nodes.root
+        rest = key[parent.end :]
+        is_new = parent.end >= fetch.begin and len(rest) and rest.child_key(size) not in parent.children
+        used = fetch.host_pages[(parent.end - fetch.begin) // size : (end - fetch.begin) // size] if is_new else fetch.host_pages[:0]
+        unused = torch.ones(len(fetch.host_pages), dtype=torch.bool)
+        if is_new:
+            unused[(parent.end - fetch.begin) // size : (end - fetch.begin) // size] = False
+            pool.pages.fill(used)
+            nodes.add_on_host(parent, rest, used, pool.pages, _ended_store(len(used) * pool.page_bytes, used))
+        if unused.any():
+            pool.pages.free(fetch.host_pages[unused])
+        for page in fetch.pages[:restored]:
+            self._remember(page.page_hash)
+        return len(used) * size
+
+
+def is_run(pages: torch.Tensor) -> bool:
+    """Whether ``pages``, int64 [pages], are consecutive."""
+    return bool((pages.diff() == 1).all())
+
+
+def _ended_store(size: int, pages: torch.Tensor) -> Transfer:
+    """A transfer that has stored to host ``pages``."""
+    now, launched = Mark.now(torch.device("cpu")), Future()
+    launched.set_result(LaunchedTransfer(now, now, None, size))
+    return Transfer(size, pages, launched)

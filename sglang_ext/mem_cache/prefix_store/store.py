@@ -1,0 +1,231 @@
+"""Writes pages to a prefix store and reads them, in threads, and measures how fast the store is.
+
+A store may fail at any time. Then nothing is written or read for :data:`RETRY_SECONDS`, and the server computes its prompts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError
+from sglang_ext.mem_cache.prefix_store.objects import ObjectError, StoredPage, encode_object, fetch_page
+
+logger = logging.getLogger(__name__)
+
+WRITERS, READERS = 2, 4
+"""Threads that encode and write pages, and that read and decode them."""
+RETRY_SECONDS = 5.0
+"""Time without requests to a store that failed."""
+RATE_DECAY = 0.8
+"""Weight of earlier reads in the measured rate, with each new one."""
+
+PageDone = Callable[[int, Sequence[torch.Tensor]], None]
+"""Receives the index of a restored page, and its tensors."""
+PageTensors = Callable[[], Sequence[torch.Tensor]]
+"""Returns a page's keys of all layers, then its values: [page_size, heads, head_dim] each, in host memory."""
+
+
+@dataclass
+class StoreCounters:
+    """Totals of one rank.
+
+    Attributes:
+        written_pages, written_bytes: Objects that were written, and their bytes.
+        known_pages: Pages that the store had already.
+        read_pages, read_bytes: Pages that were restored, and bytes of their KV.
+        read_seconds: Seconds of the threads that read them.
+        bad_pages: Objects that were missing, damaged, or another page's.
+        errors: Failed requests.
+    """
+
+    written_pages: int = 0
+    written_bytes: int = 0
+    known_pages: int = 0
+    read_pages: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    bad_pages: int = 0
+    errors: int = 0
+
+
+class PageRun:
+    """Pages that are being read, in the order of the prompt.
+
+    Reading threads fill the caller's tensors until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._states: list[bool | None] = [None] * pages
+        self._stopped, self._filling = False, 0
+        self._changed = threading.Condition()
+
+    @property
+    def restored(self) -> int:
+        """Number of leading pages that are restored."""
+        return next((i for i, state in enumerate(self._states) if not state), len(self._states))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no page after the leading restored ones can become useful."""
+        first = next((state for state in self._states if not state), True)
+        return first is not None
+
+    def fill(self, fill: Callable[[], None]) -> bool:
+        """Call ``fill``, which writes a page, unless the run was stopped. Returns whether it was called."""
+        with self._changed:
+            if self._stopped:
+                return False
+            self._filling += 1
+        try:
+            fill()
+        finally:
+            with self._changed:
+                self._filling -= 1
+                self._changed.notify_all()
+        return True
+
+    def note(self, index: int, restored: bool) -> None:
+        """Record how page ``index`` ended. Called by reading threads."""
+        self._states[index] = restored
+
+    @property
+    def stopped(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopped
+
+    def stop(self) -> None:
+        """Let no thread write the caller's tensors any more. Waits for those that write now, but not for the store."""
+        with self._changed:
+            self._stopped = True
+            self._changed.wait_for(lambda: not self._filling)
+
+
+class PrefixStore:
+    """The store of one rank. All methods may be called from any thread.
+
+    Args:
+        backend: Holds the objects.
+        url: How log lines name the store.
+    """
+
+    def __init__(self, backend: StoreBackend, url: str) -> None:
+        self.backend, self.url = backend, url
+        self.counters = StoreCounters()
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="store-write")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
+        self._lock = threading.Lock()
+        self._failed_until = 0.0
+        self._is_failed = False
+        self._bytes = self._seconds = 0.0
+
+    @property
+    def answers(self) -> bool:
+        """Whether the store may be asked: it did not fail within the last :data:`RETRY_SECONDS`."""
+        return time.monotonic() >= self._failed_until
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes of KV that a reading thread restores per second. None until pages were read."""
+        return self._bytes / self._seconds if self._seconds else None
+
+    def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[None]":
+        """Write a page in a thread.
+
+        Args:
+            tensors: The page. Called once ``ready`` returns True.
+            ready: Whether the page's memory is complete.
+        """
+        return self._writers.submit(self._write, page, tensors, ready)
+
+    def count_run(self, names: Sequence[str]) -> "Future[int]":
+        """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
+        return self._readers.submit(lambda: self._request(lambda: self.backend.count_run(names), 0))
+
+    def read(self, pages: Sequence[StoredPage], targets: Sequence[PageTensors], done: PageDone) -> PageRun:
+        """Restore pages in threads.
+
+        Args:
+            pages: The pages, in the order of the prompt.
+            targets: Return the tensors that each page fills.
+            done: Called with the index and the tensors of each restored page, before it counts as restored.
+        """
+        run = PageRun(len(pages))
+        for index, (page, target) in enumerate(zip(pages, targets, strict=True)):
+            self._readers.submit(self._read, run, index, page, target, done)
+        return run
+
+    def close(self) -> None:
+        """End all threads, without the work that waits, and close the backend."""
+        for pool in (self._writers, self._readers):
+            pool.shutdown(cancel_futures=True)
+        self.backend.close()
+
+    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> None:
+        while not ready():
+            time.sleep(0.002)
+        if not self.answers:
+            return
+        parts = encode_object(page, tensors())
+        is_new = self._request(lambda: self.backend.put(page.name, parts), None)
+        with self._lock:
+            if is_new:
+                self.counters.written_pages += 1
+                self.counters.written_bytes += sum(len(part) for part in parts)
+            elif is_new is False:
+                self.counters.known_pages += 1
+
+    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
+        if run.stopped or run.ended or not self.answers:
+            run.note(index, False)
+            return
+        begin, restored, size = time.monotonic(), False, 0
+        try:
+            if self._request(lambda: fetch_page(self.backend, page) or True, False):
+                tensors = target()
+                size = sum(tensor.nbytes for tensor in tensors)
+                restored = run.fill(lambda: _restore(page, tensors, index, done))
+        except ObjectError as error:
+            logger.debug("sglang-ext: %s", error)
+            with self._lock:
+                self.counters.bad_pages += 1
+        except Exception:
+            logger.exception("sglang-ext: a page of the prefix store cannot be read")
+        seconds = time.monotonic() - begin
+        with self._lock:
+            if restored:
+                self.counters.read_pages += 1
+                self.counters.read_bytes += size
+                self.counters.read_seconds += seconds
+            self._bytes = RATE_DECAY * self._bytes + size
+            self._seconds = RATE_DECAY * self._seconds + seconds
+        run.note(index, restored)
+
+    def _request(self, ask, default):
+        """The answer of the backend; ``default`` if it fails. After a failure the store is not asked for a while."""
+        if not self.answers:
+            return default
+        try:
+            answer = ask()
+        except StoreError as error:
+            with self._lock:
+                self.counters.errors += 1
+                self._failed_until = time.monotonic() + RETRY_SECONDS
+                is_first, self._is_failed = not self._is_failed, True
+            if is_first:
+                logger.warning("sglang-ext: prefix store %s failed; prompts are computed until it answers: %s", self.url, error)
+            return default
+        with self._lock:
+            was_failed, self._is_failed = self._is_failed, False
+        if was_failed:
+            logger.info("sglang-ext: prefix store %s answers again", self.url)
+        return answer
+
+
+def _restore(page: StoredPage, tensors: Sequence[torch.Tensor], index: int, done: PageDone) -> None:
+    page.restore(tensors)
+    done(index, tensors)

@@ -1,0 +1,354 @@
+"""What one tree writes to a store, another one reads, exactly; whatever the store does, nothing leaks and nothing is wrong."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from tiered_helpers import PAGE, TokenTable, World, done, kv_of
+
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.host_pool import HostPageError, HostPages, HostPool
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.prefix_cache import stored_prefixes
+from sglang_ext.mem_cache.prefix_cache.nodes import below
+from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_store.backend import StoreError
+from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
+from sglang_ext.mem_cache.prefix_store.store import PrefixStore
+from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
+
+# Tokens of a store page, and 64-bit numbers of a token's key.
+UNIT, NUMBERS = 8, 8
+
+
+class Store:
+    """A backend that fails, waits or counts as a test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        self.inner, self.fails, self.reads, self.seconds = FileBackend(folder, 1 << 30), False, 0, 0.0
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def _ask(self, name, *args):
+        if self.fails:
+            raise StoreError("connection refused")
+        return getattr(self.inner, name)(*args)
+
+    def put(self, name, parts):
+        return self._ask("put", name, parts)
+
+    def count_run(self, names):
+        return self._ask("count_run", names)
+
+    def read(self, ranges):
+        self.may_read.wait(10)
+        time.sleep(self.seconds)
+        self.reads += 1
+        return self._ask("read", ranges)
+
+    def close(self):
+        self.inner.close()
+
+
+class StoreWorld(World):
+    """A world whose KV has the shape of a model's, and whose tree has a store."""
+
+    def __init__(self, backend, slots=160, host_pages=60, form="raw"):
+        size = slots + PAGE
+        self.kv, values = (torch.zeros(size, 1, NUMBERS, dtype=torch.int64) for _ in "kv")
+        self.buffers = KVBuffers((0,), (1.0,), (self.kv.view(torch.float32),), (values.view(torch.float32),))
+        self.slots, self.page = slots, PAGE
+        self.allocator = TorchPagedAllocator(slots, PAGE, torch.float32, "cpu", None, need_sort=False)
+        self.table, self.running, self.backend = TokenTable(), [], backend
+        self.cache = TieredRadixCache(CacheInitParams(False, self.table, self.allocator, PAGE))
+        self.tier = HostTier(self.buffers, HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot))
+        self.cache.use_host(self.tier)
+        self.store = PrefixStore(backend, "file:a folder")
+        shape = ObjectFormat("a model", torch.float32, 1, 1, 2 * NUMBERS, UNIT, form=form)
+        self.stored = self.cache.stored = StoredPrefixes(self.cache.host, self.store, shape)
+
+    def write(self, slots, kv):
+        self.kv[slots, 0] = kv[:, None] + torch.arange(NUMBERS)
+        self.buffers.values[0].view(torch.int64)[slots, 0] = -self.kv[slots, 0]
+
+    def ask(self, tokens, rid="a request"):
+        """What SGLang's scheduler does as a request arrives."""
+        match = self.match(tokens[:-1])
+        self.cache.prefetch_from_storage(rid, match.best_match_node, tokens[match.best_match_node.end : -1])
+
+    def wait(self, rid="a request", seconds=10.0):
+        """What it does until the request may run; how many tokens came from the store."""
+        until = time.monotonic() + seconds
+        while not self.cache.check_prefetch_progress(rid):
+            assert time.monotonic() < until, "the request waits for ever"
+            time.sleep(0.001)
+        return self.cache.pop_prefetch_loaded_tokens(rid)
+
+    def serve(self, tokens):
+        """A request from its arrival to its end, whose prefix is read from the store; how many tokens came from there."""
+        self.ask(tokens)
+        found = self.wait()
+        req = self.start(tokens)
+        self.check_kv()
+        self.finish(req)
+        return found
+
+    def written(self):
+        """Wait until all pages are written."""
+        for future, _ in self.stored.pending_writes():
+            future.result(10)
+
+    def check_kv(self):
+        """All KV that can be reached is that of its tokens."""
+        for node in below(self.cache.root_node):
+            expected = kv_of(self.tokens_to(node))[node.start :]
+            expected = expected[:, None] + torch.arange(NUMBERS)
+            if node.on_device:
+                assert torch.equal(self.kv[node.value, 0], expected)
+            if node.host_value is not None:
+                node.store.synchronize()
+                keys, values = (self.tier.pool.kv[kind, 0, node.host_value].flatten(0, 1).view(torch.int64)[:, 0] for kind in (0, 1))
+                assert torch.equal(keys, expected) and torch.equal(values, -expected)
+
+    def close(self):
+        self.store.close()
+        self.tier.close()
+
+
+@pytest.fixture
+def worlds(tmp_path):
+    """Makes worlds over one store, and closes them."""
+    made = []
+
+    def make(**options):
+        backend = options.pop("backend", None) or Store(tmp_path / "store")
+        made.append(StoreWorld(backend, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+PROMPT = list(range(100, 141))
+
+
+@pytest.mark.parametrize("form", ["raw", "anchored"])
+def test_a_second_server_reads_what_a_first_one_computed(worlds, form):
+    first, second = worlds(form=form), worlds(form=form)
+    assert first.serve(PROMPT) == 0
+    first.written()
+    assert second.serve(PROMPT) == 40
+    assert second.stored.hits == 5 and first.stored.misses == 5
+    second.cache.evict(EvictParams(num_tokens=second.slots))
+    second.check_owners()
+    # Loads of a page compare its checksum, which the reader set.
+    assert second.cache.host.failed_pages == 0 and second.cache.host.loaded_bytes > 0
+
+
+def test_a_restarted_server_has_what_it_had(worlds, tmp_path):
+    first = worlds()
+    first.serve(PROMPT)
+    first.written()
+    first.cache.reset()
+    first.allocator.clear()
+    assert first.match(PROMPT).best_match_node is first.cache.root_node
+    assert first.serve(PROMPT) == 40
+
+
+def test_an_answer_is_read_as_the_beginning_of_the_next_prompt(worlds):
+    first, second = worlds(), worlds()
+    req = first.start(PROMPT)
+    req.output_ids.extend(range(10))
+    first.extend(req, len(PROMPT) + 9)
+    first.finish(req)
+    first.written()
+    assert second.serve([*PROMPT, *range(10), 7, 8]) == 48
+
+
+@pytest.mark.parametrize("known", [2, 10, 16, 38])
+def test_only_the_pages_after_the_match_are_read(worlds, known):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    second.serve(PROMPT[:known])
+    second.backend.reads = 0
+    # Whole store pages are read; their first tokens may be in the tree.
+    assert second.serve(PROMPT) == 40 - known
+    assert second.backend.reads == 5 - known // UNIT
+
+
+def test_prompts_that_share_a_beginning_share_its_pages(worlds):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    assert second.serve(PROMPT[:20] + [1, 2, 3, 4, 5, 6]) == 16
+    assert second.serve(PROMPT) == 20
+
+
+def test_prompts_with_a_key_of_their_own_are_neither_written_nor_read(worlds):
+    first = worlds()
+    first.serve(PROMPT)
+    first.written()
+    before = first.store.counters.written_pages
+    node = first.node(PROMPT[:40])
+    node.key.extra_key = "an adapter"
+    first.cache.prefetch_from_storage("other", node, list(range(16)))
+    assert first.cache.check_prefetch_progress("other") and first.cache.pop_prefetch_loaded_tokens("other") == 0
+    first.stored.write(node)
+    first.written()
+    assert first.store.counters.written_pages == before
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:100], lambda data: b"", lambda data: data[:-1] + b"x"])
+def test_damaged_pages_are_computed(worlds, tmp_path, damage):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    (third,) = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.name.startswith(hash_of(PROMPT, 3))]
+    third.write_bytes(damage(third.read_bytes()))
+    assert second.serve(PROMPT) == 16 and second.store.counters.bad_pages >= 1
+    second.check_owners()
+
+
+def hash_of(tokens, page):
+    """Name of a page, without its namespace."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    return get_hash_str(tokens[: page * UNIT], page_size=UNIT)[-1]
+
+
+def test_a_store_that_fails_costs_nothing_and_is_asked_again_later(worlds, monkeypatch, caplog):
+    world = worlds()
+    world.backend.fails = True
+    assert world.serve(PROMPT) == 0 and world.serve(PROMPT[:30] + PROMPT[:11]) == 0
+    world.written()
+    assert len([each for each in caplog.records if "failed" in each.message]) == 1 and world.store.counters.errors == 1
+    monkeypatch.setattr("sglang_ext.mem_cache.prefix_store.store.RETRY_SECONDS", 0.0)
+    world.backend.fails = False
+    time.sleep(0.01)
+    assert not world.store.answers
+    world.check_owners()
+
+
+def test_a_request_that_is_aborted_while_pages_arrive_leaves_nothing(worlds):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    second.backend.may_read.clear()
+    second.ask(PROMPT)
+    while second.stored.reading("a request") is None:
+        assert not second.cache.check_prefetch_progress("a request")
+        time.sleep(0.001)
+    second.cache.release_aborted_request("a request")
+    second.backend.may_read.set()
+    assert second.wait() == 0
+    second.check_owners()
+    second.check_nothing_missing()
+
+
+def test_a_slow_store_is_given_up_and_what_arrived_is_used(worlds):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    # Computing takes some milliseconds.
+    second.stored.compute.begin("an earlier request")
+    time.sleep(0.01)
+    second.stored.compute.end("an earlier request", 200)
+    second.backend.seconds = 0.2
+    before = time.monotonic()
+    assert second.serve(PROMPT) < 40
+    assert time.monotonic() - before < 0.2
+    time.sleep(0.5)
+    # Now it is known to be slow.
+    assert second.serve([*PROMPT[:33], 1, 2, 3, 4, 5, 6, 7, 8]) == 0
+    second.check_owners()
+
+
+def test_pages_that_wait_to_be_written_keep_their_content(worlds, tmp_path):
+    first = worlds(host_pages=24, slots=60)
+    gate = threading.Event()
+    put = first.backend.inner.put
+    first.backend.inner.put = lambda *args: gate.wait(10) and put(*args)
+    done(first, PROMPT[:13])
+    # Host memory is needed for others.
+    for begin in range(0, 400, 40):
+        done(first, list(range(1000 + begin, 1030 + begin)))
+    first.check_kv()
+    gate.set()
+    first.written()
+    second = worlds()
+    assert second.serve(PROMPT[:13]) == 8
+    assert first.stored.dropped > 0
+
+
+def test_held_pages_are_free_when_they_are_released():
+    pages = HostPages(6)
+    mine = pages.allocate(4)
+    pages.hold(mine[:2])
+    pages.hold(mine[:1])
+    pages.free(mine)
+    assert pages.free_pages == 4 and pages.allocate(5) is None
+    with pytest.raises(HostPageError, match="free"):
+        pages.hold(mine[:1])
+    pages.release(mine[:2])
+    assert pages.free_pages == 5
+    pages.release(mine[:1])
+    assert pages.free_pages == 6 and pages.allocate(6) is not None
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_two_servers_on_one_folder_have_right_kv_whatever_happens(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("store")
+    worlds = [StoreWorld(Store(folder), slots=100, host_pages=data.draw(st.sampled_from([20, 40]))) for _ in "ab"]
+    try:
+        for _ in range(data.draw(st.integers(3, 12))):
+            world = data.draw(st.sampled_from(worlds))
+            length = data.draw(st.integers(4, 60))
+            tokens = data.draw(st.sampled_from([PROMPT + list(range(40)), list(range(80)), PROMPT[:20] + list(range(60))]))[:length]
+            action = data.draw(st.sampled_from(["serve", "serve", "serve", "evict", "abort", "reset", "delete"]))
+            if action == "serve":
+                world.serve(tokens)
+            elif action == "evict":
+                world.cache.evict(EvictParams(num_tokens=data.draw(st.integers(1, 100))))
+            elif action == "abort":
+                world.ask(tokens, "aborted")
+                for _ in range(data.draw(st.integers(0, 3))):
+                    world.cache.check_prefetch_progress("aborted")
+                world.cache.release_aborted_request("aborted")
+            elif action == "reset":
+                world.cache.reset()
+                world.allocator.clear()
+            else:
+                for path in [path for path in folder.rglob("*") if path.is_file()][::2]:
+                    path.unlink(missing_ok=True)
+            world.check_kv()
+        for world in worlds:
+            world.written()
+            world.serve([1, 2, 3, 4])
+            world.check_owners()
+    finally:
+        for world in worlds:
+            world.close()
+
+
+def test_the_fastest_recent_prefill_counts(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(stored_prefixes.time, "monotonic", lambda: now[0])
+    rate = stored_prefixes.ComputeRate()
+    assert rate.seconds(100) is None
+    for rid, seconds in (("a", 2.0), ("b", 1.0), ("c", 4.0)):
+        rate.begin(rid)
+        now[0] += seconds
+        rate.end(rid, 100)
+    rate.end("unknown", 5)
+    assert rate.seconds(300) == pytest.approx(3.0)
