@@ -70,9 +70,6 @@ class CheckedServerArgs(KVServerArgs):
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        if options.has_prefix_store(self):
-            # The scheduler asks the prefix tree for stored pages, as it does with HiCache.
-            self.override("sglang_ext.kv_store", hicache_storage_backend=options.STORAGE_BACKEND)
         from sglang_ext.hooks import activation as hooking
 
         hooking.activate_frontend(self.kv_mode)

@@ -15,6 +15,7 @@ from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, rend
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import LinkError
+from sglang_ext.mem_cache.prefix_store.backend import UNIT, check_url
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ def check_flags(args: KVServerArgs) -> None:
         selection_options.resolve_selection(args)
         method_options.resolve_methods(args)
         method_options.resolve_head_budgets(args)
+        if args.kv_store is not None:
+            check_url(args.kv_store)
     # Flags without an effect are logged in one line for each reason.
     ignored: dict[tuple[str, str], list[str]] = {}
     for flag in FLAGS:
@@ -65,7 +68,7 @@ def check_device(args: KVServerArgs) -> None:
 
 
 def check_resolved(args: KVServerArgs) -> None:
-    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
+    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options. Set those of a prefix store.
 
     Raises:
         OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
@@ -92,6 +95,18 @@ def check_resolved(args: KVServerArgs) -> None:
         # Before weights are loaded: otherwise the same refusal would come minutes later.
         _check_least_host_memory(args)
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
+    if options.has_prefix_store(args):
+        _check_store_pages(args)
+        # The scheduler then asks the prefix tree for stored pages, as it does with HiCache.
+        args.override("sglang_ext.kv_store", hicache_storage_backend=options.STORAGE_BACKEND)
+
+
+def _check_store_pages(args: KVServerArgs) -> None:
+    """Refuse pages that neither divide a store page nor are whole store pages."""
+    if UNIT % args.page_size and args.page_size % UNIT:
+        raise OptionError(
+            f"--page-size is {args.page_size}, and --kv-store has pages of {UNIT} tokens: pass --page-size {UNIT}, or a divisor or multiple of it"
+        )
 
 
 def _check_transfer(args: KVServerArgs) -> None:

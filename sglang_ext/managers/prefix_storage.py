@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.mem_cache.prefix_cache.stored_prefixes import UNIT, StoredPrefixes
-from sglang_ext.mem_cache.prefix_store.backend import StoreError, open_backend
+from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
+from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
 from sglang_ext.mem_cache.prefix_store.store import PrefixStore
 from sglang_ext.mem_cache.scores import model_folder, model_key
@@ -42,9 +42,7 @@ class PrefixStorage(Feature):
         Raises:
             OptionError: The store cannot be reached, or does not support the KV.
         """
-        args, buffers, page_size = self.args, worker.compressed_kv.buffers, self.args.page_size
-        if UNIT % page_size and page_size % UNIT:
-            raise OptionError(f"--kv-store needs pages that divide {UNIT} tokens, or multiples of {UNIT}; --page-size is {page_size}: pass --page-size {UNIT}")
+        args, buffers = self.args, worker.compressed_kv.buffers
         key = buffers.keys[0]
         form = ObjectFormat(
             model=model_identity(args),
@@ -52,7 +50,7 @@ class PrefixStorage(Feature):
             layers=len(buffers.keys),
             heads=key.shape[1],
             head_dim=key.shape[2],
-            page_size=max(UNIT, page_size),
+            page_size=max(UNIT, args.page_size),
             rank=worker.ranks.rank,
             ranks=args.tp_size,
             form=args.kv_store_form,

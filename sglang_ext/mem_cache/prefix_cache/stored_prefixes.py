@@ -32,8 +32,6 @@ from sglang_ext.mem_cache.prefix_store.store import READERS, PageRun, PrefixStor
 
 logger = logging.getLogger(__name__)
 
-UNIT = 64
-"""Tokens of a store page, unless a host page has more."""
 MAX_HELD_SHARE = 0.5
 """Share of the host pages that may wait to be written. Further pages are not written."""
 MAX_KNOWN_PAGES = 1 << 20

@@ -13,6 +13,8 @@ from sglang_ext.core import OptionError
 
 NAME = re.compile(r"[0-9a-f]{16,64}/[0-9a-f]{64}")
 """Names of objects: the namespace and the hash of a page, in hexadecimal digits. So a name is safe in a path, a key and a URL."""
+UNIT = 64
+"""Tokens of a store page, unless the server's pages have more."""
 MAX_OBJECT_BYTES = 1 << 30
 """Largest object. A larger one is another program's, and is not read."""
 
@@ -147,6 +149,12 @@ BACKENDS: dict[str, tuple[str, Callable[[str, int | None], StoreBackend]]] = {
 """For each scheme of a URL the form of its URLs, and a function that opens one. A backend's library is imported if a URL needs it."""
 
 
+def check_url(url: str) -> None:
+    """Raise ``OptionError`` unless a backend has the scheme of ``url``."""
+    if url.partition(":")[0] not in BACKENDS:
+        raise OptionError(f"--kv-store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
+
+
 def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
     """Open the backend of a URL.
 
@@ -158,7 +166,5 @@ def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
         OptionError: The URL is malformed, its library is not installed, or the backend cannot be bounded.
         StoreError: The store cannot be reached.
     """
-    scheme = url.partition(":")[0]
-    if scheme not in BACKENDS:
-        raise OptionError(f"prefix store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
-    return BACKENDS[scheme][1](url, max_bytes)
+    check_url(url)
+    return BACKENDS[url.partition(":")[0]][1](url, max_bytes)
