@@ -118,7 +118,7 @@ class StoredPrefixes:
         self._fetches: dict[str, Fetch] = {}
         self._loaded: dict[str, int] = {}
         self._known: dict[bytes, None] = {}
-        self._writes: deque[tuple[Future[None], torch.Tensor]] = deque()
+        self._writes: deque[tuple[StoredPage, Future[bool], torch.Tensor]] = deque()
         self._held_pages = 0
         pool = host.tier.pool
         layers = pool.kv.shape[1]
@@ -159,19 +159,21 @@ class StoredPrefixes:
         self.host.tier.pool.pages.hold(host_pages)
         self._held_pages += len(host_pages)
         done = self.store.write(page, lambda: self._tensors(host_pages), lambda: all(each.done for each in stores))
-        self._writes.append((done, host_pages))
+        self._writes.append((page, done, host_pages))
 
     def _release_written(self) -> None:
         """Release host pages whose writes have ended on all ranks."""
         ended = 0
-        for done, _ in self._writes:
+        for _, done, _ in self._writes:
             if not done.done():
                 break
             ended += 1
         for _ in range(min(self._ranks.gather(ended))):
-            _, pages = self._writes.popleft()
-            self.host.tier.pool.pages.release(pages)
-            self._held_pages -= len(pages)
+            page, done, host_pages = self._writes.popleft()
+            self.host.tier.pool.pages.release(host_pages)
+            self._held_pages -= len(host_pages)
+            if not done.result():
+                self._known.pop(page.page_hash, None)
 
     def _remember(self, page_hash: bytes) -> None:
         self._known[page_hash] = None
@@ -184,9 +186,9 @@ class StoredPrefixes:
         part = kv[:, :, first : first + len(host_pages)] if is_run(host_pages) else kv[:, :, host_pages]
         return part.flatten(2, 3).flatten(0, 1).unbind()
 
-    def pending_writes(self) -> list[tuple["Future[None]", torch.Tensor]]:
-        """The writes whose host pages are held: each with these pages, int64."""
-        return list(self._writes)
+    def pending_writes(self) -> list["Future[bool]"]:
+        """The writes whose host pages are held."""
+        return [done for _, done, _ in self._writes]
 
     def reading(self, rid: str) -> PageRun | None:
         """The pages that a waiting request reads. None if it reads none yet."""
@@ -225,6 +227,8 @@ class StoredPrefixes:
             self._loaded[rid] = self._insert(fetch, restored)
         else:
             restored = 0
+        for page in fetch.pages[restored:]:
+            self._known.pop(page.page_hash, None)
         self.hits += restored
         self.misses += len(fetch.pages) - restored
         del self._fetches[rid]

@@ -45,6 +45,8 @@ BITS, SINKS = 4, 4
 """Bits of an anchor's codes, and first tokens of a prompt that anchors hold exactly."""
 SHORT_SCALES_FROM = 128
 """Page size from which scales have 8 bits. That saves .25 bits a number at 128 tokens, .37 at 256, and none at 64."""
+MAX_TENSORS = 1 << 12
+"""Most tensors of a page that a check without its format accepts."""
 HASH_BYTES, CHECKSUM_BYTES = 32, 16
 FIELDS = struct.Struct(f"<8sIIQQQ{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s")
 """Magic, version, tensors, start, bytes of anchors and of residuals, digest of settings, page's hash, and checksums of anchors, residuals and
@@ -323,6 +325,33 @@ def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> N
     _fill(backend, [page.first_range()])
     page.open()
     _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+
+
+def check_object(backend: StoreBackend, name: str) -> None:
+    """Compare the checksums of an object's header and streams, whatever its format is.
+
+    Raises:
+        ObjectError: The object is missing, damaged, or of another version.
+        StoreError: The store fails.
+    """
+    fields = bytearray(FIELDS.size)
+    _fill(backend, [ReadRange(name, 0, memoryview(fields))])
+    magic, version, tensors, _, anchors, residuals, _, page_hash, *checksums = FIELDS.unpack(fields)
+    if magic != MAGIC or version != VERSION or tensors > MAX_TENSORS or anchors + residuals > MAX_OBJECT_BYTES:
+        raise ObjectError(f"object {name} is no page of this version")
+    if page_hash.hex() != name.partition("/")[2]:
+        raise ObjectError(f"object {name} is another page, {page_hash.hex()}")
+    header = bytearray(_aligned(FIELDS.size + 8 * tensors + CHECKSUM_BYTES))
+    _fill(backend, [ReadRange(name, 0, memoryview(header))])
+    if xxhash.xxh3_128_digest(header[:-CHECKSUM_BYTES]) != header[-CHECKSUM_BYTES:]:
+        raise ObjectError(f"object {name}: the header's checksum differs")
+    offset = len(header)
+    for what, size, expected in (("anchors", anchors, checksums[0]), ("residuals", residuals, checksums[1])):
+        content = bytearray(size)
+        _fill(backend, [ReadRange(name, offset, memoryview(content))] if size else [])
+        if xxhash.xxh3_128_digest(content) != expected:
+            raise ObjectError(f"object {name}: the checksum of its {what} differs")
+        offset += size
 
 
 def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:

@@ -133,8 +133,8 @@ class PrefixStore:
         """Bytes of KV that a reading thread restores per second. None until pages were read."""
         return self._bytes / self._seconds if self._seconds else None
 
-    def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[None]":
-        """Write a page in a thread.
+    def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[bool]":
+        """Write a page in a thread. The result is whether the store has it.
 
         Args:
             tensors: The page. Called once ``ready`` returns True.
@@ -165,45 +165,63 @@ class PrefixStore:
             pool.shutdown(cancel_futures=True)
         self.backend.close()
 
-    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> None:
+    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> bool:
         while not ready():
             time.sleep(0.002)
         if not self.answers:
-            return
-        parts = encode_object(page, tensors())
-        is_new = self._request(lambda: self.backend.put(page.name, parts), None)
+            return False
+        try:
+            parts = encode_object(page, tensors())
+            is_new = self._request(lambda: self.backend.put(page.name, parts), None)
+        except Exception:
+            logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)
+            return False
         with self._lock:
             if is_new:
                 self.counters.written_pages += 1
                 self.counters.written_bytes += sum(len(part) for part in parts)
             elif is_new is False:
                 self.counters.known_pages += 1
+        return is_new is not None
 
     def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
-        if run.stopped or run.ended or not self.answers:
-            run.note(index, False)
-            return
+        restored = False
+        try:
+            if not (run.stopped or run.ended) and self.answers:
+                restored = self._restore(run, index, page, target, done)
+        except Exception:
+            logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
+        finally:
+            run.note(index, restored)
+
+    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
+        """Read a page into its tensors, and measure it. Returns whether it was restored."""
         begin, restored, size = time.monotonic(), False, 0
+
+        def fill() -> None:
+            page.restore(tensors)
+            done(index, tensors)
+
         try:
             if self._request(lambda: fetch_page(self.backend, page) or True, False):
                 tensors = target()
                 size = sum(tensor.nbytes for tensor in tensors)
-                restored = run.fill(lambda: _restore(page, tensors, index, done))
+                restored = run.fill(fill)
         except ObjectError as error:
             logger.debug("sglang-ext: %s", error)
             with self._lock:
                 self.counters.bad_pages += 1
-        except Exception:
-            logger.exception("sglang-ext: a page of the prefix store cannot be read")
+            # Otherwise the page would never be written again.
+            self._request(lambda: self.backend.delete([page.name]), None)
         seconds = time.monotonic() - begin
         with self._lock:
             if restored:
                 self.counters.read_pages += 1
                 self.counters.read_bytes += size
                 self.counters.read_seconds += seconds
-            self._bytes = RATE_DECAY * self._bytes + size
+            self._bytes = RATE_DECAY * self._bytes + size * restored
             self._seconds = RATE_DECAY * self._seconds + seconds
-        run.note(index, restored)
+        return restored
 
     def _request(self, ask, default):
         """The answer of the backend; ``default`` if it fails. After a failure the store is not asked for a while."""
@@ -224,8 +242,3 @@ class PrefixStore:
         if was_failed:
             logger.info("sglang-ext: prefix store %s answers again", self.url)
         return answer
-
-
-def _restore(page: StoredPage, tensors: Sequence[torch.Tensor], index: int, done: PageDone) -> None:
-    page.restore(tensors)
-    done(index, tensors)

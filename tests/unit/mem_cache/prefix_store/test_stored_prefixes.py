@@ -54,6 +54,9 @@ class Store:
         self.reads += 1
         return self._ask("read", ranges)
 
+    def delete(self, names):
+        return self._ask("delete", names)
+
     def close(self):
         self.inner.close()
 
@@ -103,7 +106,7 @@ class StoreWorld(World):
 
     def written(self):
         """Wait until all pages are written."""
-        for future, _ in self.stored.pending_writes():
+        for future in self.stored.pending_writes():
             future.result(10)
 
     def check_kv(self):
@@ -217,6 +220,9 @@ def test_damaged_pages_are_computed(worlds, tmp_path, damage):
     third.write_bytes(damage(third.read_bytes()))
     assert second.serve(PROMPT) == 16 and second.store.counters.bad_pages >= 1
     second.check_owners()
+    # The page is written again.
+    second.written()
+    assert worlds().serve(PROMPT) == 40
 
 
 def hash_of(tokens, page):

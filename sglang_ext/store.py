@@ -1,0 +1,152 @@
+"""Look at a prefix store, check it, and delete or copy its pages.
+
+    python -m sglang_ext.store list file:/mnt/prefixes
+    python -m sglang_ext.store check redis://127.0.0.1:6379/0 --delete
+    python -m sglang_ext.store prune file:/mnt/prefixes --max-gb 100
+    python -m sglang_ext.store copy file:/mnt/prefixes s3://prefixes/a
+
+Servers may use the store meanwhile: they compute what they do not find.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoredObject, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
+from sglang_ext.tools import CommandError, exit_code
+
+GB = 10**9
+NEVER = "-"
+"""Shown for a time that the store does not know."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(
+        "python -m sglang_ext.store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("url", metavar="URL", help="as for --kv-store of a server")
+        return command
+
+    add("list", "print pages and bytes of each namespace: a model, a dtype, a form and a rank")
+    check = add("check", "compare the checksums of all pages; exit code 1 if one is damaged")
+    check.add_argument("--delete", action="store_true", help="delete damaged pages")
+    prune = add("prune", "delete the pages that were used least recently")
+    prune.add_argument("--max-gb", type=float, help="GB of 10^9 bytes that may stay")
+    prune.add_argument("--older-than", type=float, metavar="HOURS", help="delete pages that were not used for so long")
+    prune.add_argument("--namespace", help="delete all pages of this namespace, as `list` prints it")
+    copy = add("copy", "copy all pages to another store, which keeps what it has")
+    copy.add_argument("to", metavar="TO", help="URL of the other store")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run the command. Returns the exit code: 0, 1 if pages are damaged, 2 for an error."""
+    args, console, codes = parser().parse_args(arguments), console or Console(), []
+
+    def work() -> None:
+        try:
+            codes.append(COMMANDS[args.command](args, console))
+        except StoreError as error:
+            raise CommandError(f"{args.url}: {error}") from error
+
+    return exit_code("store", work, console) or codes[0]
+
+
+def list_pages(args: argparse.Namespace, console: Console) -> int:
+    """Print a row for each namespace."""
+    pages: dict[str, list[StoredObject]] = defaultdict(list)
+    for each in open_backend(args.url).objects():
+        pages[each.name.partition("/")[0]].append(each)
+    table = Table("namespace", "pages", "GB", "last used")
+    for namespace, found in sorted(pages.items()):
+        used = [each.used_at for each in found if each.used_at is not None]
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(used))) if used else NEVER
+        table.add_row(namespace, f"{len(found):,}", f"{sum(each.size for each in found) / GB:.3f}", last)
+    console.print(table)
+    return 0
+
+
+def check_pages(args: argparse.Namespace, console: Console) -> int:
+    """Compare all checksums, and print the damaged pages."""
+    backend, count, damaged = open_backend(args.url), 0, []
+    for each in backend.objects():
+        count += 1
+        try:
+            check_object(backend, each.name)
+        except ObjectError as error:
+            damaged.append(each.name)
+            console.print(str(error), soft_wrap=True)
+    if args.delete and damaged:
+        backend.delete(damaged)
+    console.print(f"{count} pages, {len(damaged)} damaged{' and deleted' if args.delete and damaged else ''}")
+    return 1 if damaged else 0
+
+
+def prune_pages(args: argparse.Namespace, console: Console) -> int:
+    """Delete pages until the limits hold."""
+    if args.max_gb is None and args.older_than is None and args.namespace is None:
+        raise CommandError("prune deletes nothing without a limit: pass --max-gb, --older-than or --namespace")
+    backend = open_backend(args.url)
+    pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
+    if args.older_than is not None and any(each.used_at is None for each in pages):
+        raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
+    gone = [each for each in pages if _is_outdated(each, args)]
+    kept = [each for each in pages if not _is_outdated(each, args)]
+    size = sum(each.size for each in kept)
+    for each in kept if args.max_gb is not None else ():
+        if size <= args.max_gb * GB:
+            break
+        gone.append(each)
+        size -= each.size
+    backend.delete([each.name for each in gone])
+    console.print(f"{len(gone)} pages deleted, {sum(each.size for each in gone) / GB:.3f} GB; {len(pages) - len(gone)} stay")
+    return 0
+
+
+def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
+    if args.namespace is not None and page.name.partition("/")[0] == args.namespace:
+        return True
+    return args.older_than is not None and time.time() - page.used_at > 3600 * args.older_than
+
+
+def copy_pages(args: argparse.Namespace, console: Console) -> int:
+    """Copy all undamaged pages that the other store lacks."""
+    source, target = open_backend(args.url), open_backend(args.to)
+    copied = size = damaged = 0
+    for page, content in _contents(source):
+        if content is None:
+            damaged += 1
+        elif target.put(page.name, [memoryview(content)]):
+            copied += 1
+            size += page.size
+    console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged or deleted meanwhile")
+    return 0
+
+
+def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | None]]:
+    """All pages with their bytes; None for those that are damaged."""
+    for page in backend.objects():
+        content = bytearray(page.size)
+        try:
+            check_object(backend, page.name)
+            filled = backend.read([ReadRange(page.name, 0, memoryview(content))])
+        except ObjectError:
+            filled = [False]
+        yield page, content if all(filled) else None
+
+
+COMMANDS = {"list": list_pages, "check": check_pages, "prune": prune_pages, "copy": copy_pages}
+
+if __name__ == "__main__":
+    sys.exit(main())

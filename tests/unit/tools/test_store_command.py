@@ -1,0 +1,106 @@
+"""The command for prefix stores: what it prints, and what it leaves in the store."""
+
+import io
+import os
+
+import pytest
+import torch
+from rich.console import Console
+
+from sglang_ext import store
+from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
+
+FORMS = {form: ObjectFormat("a model", torch.bfloat16, layers=2, heads=2, head_dim=16, page_size=64, form=form) for form in ("raw", "anchored")}
+
+
+@pytest.fixture
+def backend(tmp_path):
+    """A folder with three raw pages, the first used longest ago, and two anchored ones."""
+    made = FileBackend(tmp_path / "store", 1 << 30)
+    for count, (name, form) in zip((3, 2), FORMS.items()):
+        for index in range(count):
+            page = StoredPage(form, bytes([index]) * 32, start=64 * index)
+            assert made.put(page.name, encode_object(page, tensors(index)))
+            os.utime(path_of(made, page.name), (1_000_000_000 + 1000 * index,) * 2)
+    return made
+
+
+def tensors(seed):
+    noise = torch.Generator().manual_seed(seed)
+    return [torch.randn(64, 2, 16, generator=noise).bfloat16() for _ in range(4)]
+
+
+def path_of(backend, name):
+    namespace, _, page = name.partition("/")
+    (path,) = (backend.folder / namespace).rglob(page)
+    return path
+
+
+def names(backend):
+    return sorted(each.name for each in backend.objects())
+
+
+def run(*arguments):
+    """Exit code and output of the command."""
+    out = io.StringIO()
+    return store.main([str(each) for each in arguments], Console(file=out, width=120)), out.getvalue()
+
+
+def test_namespaces_are_listed_with_pages_bytes_and_last_use(backend):
+    code, text = run("list", f"file:{backend.folder}")
+    assert code == 0 and "2001-09-09" in text
+    rows = {line.split()[1]: line.split()[3] for line in text.splitlines() if len(line.split()) > 6 and "pages" not in line}
+    assert rows == {FORMS["raw"].namespace: "3", FORMS["anchored"].namespace: "2"}
+
+
+def test_damaged_pages_are_found_and_deleted_if_asked(backend):
+    url, before = f"file:{backend.folder}", names(backend)
+    assert run("check", url) == (0, "5 pages, 0 damaged\n")
+    for name, place in zip(before, (-1, 30, 300)):
+        path = path_of(backend, name)
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1
+        path.write_bytes(content)
+    code, text = run("check", url)
+    assert code == 1 and text.endswith("5 pages, 3 damaged\n") and all(name in text for name in before[:3]) and names(backend) == before
+    assert run("check", url, "--delete")[0] == 1 and names(backend) == before[3:]
+    assert run("check", url)[0] == 0
+
+
+def test_pages_that_were_used_least_recently_are_deleted_first(backend):
+    url, form = f"file:{backend.folder}", FORMS["raw"]
+    kept = sum(each.size for each in backend.objects()) - 1
+    code, text = run("prune", url, "--max-gb", kept / 1e9)
+    assert code == 0 and text.startswith("1 pages deleted") and len(names(backend)) == 4
+    assert StoredPage(form, bytes([2]) * 32, 128).name in names(backend)
+    assert run("prune", url, "--namespace", form.namespace)[0] == 0
+    assert all(name.startswith(FORMS["anchored"].namespace) for name in names(backend))
+    assert run("prune", url, "--older-than", 1)[0] == 0 and names(backend) == []
+
+
+def test_prune_without_a_limit_deletes_nothing(backend):
+    code, text = run("prune", f"file:{backend.folder}")
+    assert code == 2 and "pass --max-gb" in text and len(names(backend)) == 5
+
+
+def test_a_copy_has_the_undamaged_pages_and_keeps_its_own(backend, tmp_path):
+    damaged, *rest = names(backend)
+    path = path_of(backend, damaged)
+    path.write_bytes(path.read_bytes()[:-1])
+    target = FileBackend(tmp_path / "other", 1 << 30)
+    code, text = run("copy", f"file:{backend.folder}", f"file:{target.folder}")
+    assert code == 0 and text.startswith("4 pages copied") and "1 damaged" in text and names(target) == rest
+    assert run("copy", f"file:{backend.folder}", f"file:{target.folder}")[1].startswith("0 pages copied")
+    for form in FORMS.values():
+        page, found = StoredPage(form, bytes([1]) * 32, 64), [torch.empty_like(each) for each in tensors(1)]
+        if page.name in rest:
+            read_page(target, page, found)
+            assert all(torch.equal(a, b) for a, b in zip(found, tensors(1)))
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0"])
+def test_a_store_that_cannot_be_opened_is_named_with_the_remedy(url):
+    pytest.importorskip("redis") if url.startswith("redis") else None
+    code, text = run("list", url)
+    assert code == 2 and text.startswith("store: ") and url.split(":")[0] in text
