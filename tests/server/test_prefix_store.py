@@ -43,7 +43,7 @@ def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(la
     assert [each["output_ids"] for each in flushed] == expected
     assert [from_store(each) for each in flushed] == [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
     # Another process, with other compressed KV.
-    second = launch(*flags(store), "--kv-compressor", "kivi", env=STRICT)
+    second = launch(*flags(store), "--kv-compressor", "sink-recent", env=STRICT)
     warm_up(second)
     found = second.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [each["output_ids"] for each in found] == expected
