@@ -26,12 +26,9 @@ from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, di
 
 @dataclass(frozen=True)
 class Anchoring:
-    """How segments of one method are anchors of host pages.
+    """How segments of ``method`` are anchors of host pages of ``page_size`` tokens, which are whole blocks.
 
-    Attributes:
-        method: Name of the method, whose segments keep all tokens in packed blocks.
-        page_size: Tokens per page, a multiple of a block's.
-        packing: Layout of the blocks. Its sinks are whole pages that no segment covers.
+    They keep all tokens in blocks, laid out as in ``packing``. Its sinks are whole pages that no segment covers.
     """
 
     method: str
@@ -88,9 +85,7 @@ class Anchoring:
 class FaultInjector:
     """Simulates host memory that loses bits, for tests: flips a bit of the first page before every ``every``-th load.
 
-    Attributes:
-        every: Loads per injected fault.
-        loads: Loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
+    ``loads`` is the number of loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
     """
 
     every: int
@@ -107,23 +102,19 @@ class FaultInjector:
 class HostStore:
     """The KV of a tree's nodes that is stored on the host.
 
-    All calls come from the thread that owns the tree. The trees of all ranks make the same calls.
-
-    Args:
-        priority: Priority of a node. Nodes with the lowest priority are dropped first.
-        allocate_slots: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
-        anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
-        faults: Fault injection for tests. None otherwise.
-        on_load_start, on_load_done: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
+    All calls come from the thread that owns the tree. The trees of all ranks make the same calls. ``priority`` returns the priority of a
+    node: those with the lowest are dropped first. ``allocate_slots`` returns this many device slots, int64, evicting from the tree if
+    necessary, or None. ``on_load_start`` and ``on_load_done`` get slots, int64 [tokens]: those that a load is about to write, and those of
+    a completed load. Raises ValueError if the tier's page size differs from the tree's.
 
     Attributes:
+        anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
+        faults: Fault injection for tests. None otherwise.
         arrivals: Tracks which transfers are done.
         link: Measured bandwidth of loads.
         stored_bytes: Bytes of full KV stored to the host so far.
         loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
         failed_pages: Host pages dropped so far because their KV came back changed.
-
-    Raises ValueError if the tier's page size differs from the tree's.
     """
 
     def __init__(
@@ -144,6 +135,7 @@ class HostStore:
                 f"{tier.pool.page_size}, so that nodes are whole host pages"
             )
         self.nodes, self.tier, self.anchoring, self.faults = nodes, tier, anchoring, faults
+        nodes.host_pages = tier.pool.pages
         self._priority, self._allocate_slots = priority, allocate_slots
         self._on_load_start, self._on_load_done = on_load_start, on_load_done
         self.arrivals, self.link = TransferTracker(ranks), HostLinkBandwidth()
@@ -158,7 +150,7 @@ class HostStore:
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` on the host, if it is not there yet, and return the transfer that stores it. Its device slots stay.
+        """Store the KV of ``node`` on the host, unless it is there, and return the transfer that stores it. Its device slots stay.
 
         Returns None if the host is full even after it dropped unneeded nodes. Raises ValueError if the node's KV is not on the device.
         """
@@ -180,7 +172,7 @@ class HostStore:
             self._store(node, node.host_value, anchors)
 
     def _store(self, node: TieredNode, pages: torch.Tensor, anchors: PageSegments) -> None:
-        self.nodes.set_host(node, pages, self.tier.pool.pages, anchors)
+        self.nodes.set_host(node, pages, anchors)
         node.store = self.tier.store(node.value, pages, self._blocks([node]))
         for segment in distinct_segments(anchors):
             segment.stored = node.store
@@ -197,9 +189,9 @@ class HostStore:
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def free_device_slots(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` if it :meth:`is_stored`, even while requests lock it. Return the number of freed slots.
+        """Free the device slots of a node that :meth:`is_stored`, even a locked one. Return the number of freed slots.
 
-        The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.
+        No forward may read the slots any more. Rows of running requests that point to them are stale afterwards.
         """
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
@@ -222,11 +214,10 @@ class HostStore:
         return pages.allocate(count)
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
-        """Copy the host's KV of ``nodes``, which are on one path, to device slots that the tree then owns, evicting if necessary.
+        """Copy the host's KV of ``nodes``, of one path, to device slots that the tree then owns, evicting if necessary.
 
-        The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
-        them. Returns None and loads nothing if there are too few device slots. Raises ValueError if a node is not on the host, or has
-        device slots.
+        Rows may point to the nodes when :meth:`collect_loads` has processed the transfer. Returns None and loads nothing if there are too few
+        device slots. Raises ValueError if a node is not on the host, or has device slots.
         """
         for node in nodes:
             if node.host_value is None:
@@ -264,12 +255,10 @@ class HostStore:
         return self._complete(load)
 
     def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
-        """Process the completed loads. Their nodes are then on the device, except those whose KV came back changed.
+        """Process the completed loads, and return the number of dropped host pages. Checks ``stores`` for completion too.
 
-        Unlocked nodes with changed pages are dropped. Locked ones stay without KV (:attr:`TieredNode.is_void`) until their requests end or
-        provide it again. No match reaches the nodes below them. Requests whose paths contain them must be recomputed.
-
-        Returns the number of dropped host pages. Checks ``stores`` for completion too.
+        The nodes are then on the device. Nodes with changed pages are dropped if unlocked. Locked ones stay without KV
+        (:attr:`TieredNode.is_void`) until their requests end or provide it again. No match reaches the nodes below them.
         """
         loads = list(dict.fromkeys(node.load for node in self.nodes.loading))
         self.arrivals.update([*loads, *stores])

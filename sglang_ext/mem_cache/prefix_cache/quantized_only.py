@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
+from sglang_ext.mem_cache.prefix_cache.residency import Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class QuantizedOnlyKV(FreedFullKV):
             :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
+        computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered. Only
+            prompts that attend to quantized KV have any (quantized_prompts.py).
     """
 
     packing: Packing
@@ -55,6 +57,7 @@ class QuantizedOnlyKV(FreedFullKV):
     recomputes: bool = True
     holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
+    computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
@@ -67,30 +70,19 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.compressed_kv.on_segment_split(first, rest)
-        if self.prompts is not None:
-            self.prompts.on_segment_split(first, rest)
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
         """See :meth:`FreedFullKV.free_full_kv`. Compressed KV holds it."""
         self._decoding = dict(compressed)
-        if self.prompts is not None:
-            self.prompts.on_decode_start(compressed)
         self._update()
         for row in compressed:
             if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
-    def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens if prompts attend to quantized KV."""
-        if self.prompts is not None:
-            for req, matched, known in prompts:
-                self.prompts.begin(req, matched, known)
-            self._update()
-
     def _update(self) -> None:
         """Free the tree's full KV of requests with compressed KV."""
-        running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
+        running = self._decoding | self.computed
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
         for row, where in whole.items():
             if self._shared.get(row) != where:
@@ -99,7 +91,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.replacing_segments or not node.children) and _is_unused(node, holders):
+            if node.value is not None and (node.replacing_segments or not node.children) and self.holders.replace(node):
                 self.nodes.free_value(node)
                 for holder in holders:
                     # To SGLang's padding page.
@@ -125,9 +117,7 @@ class QuantizedOnlyKV(FreedFullKV):
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
                 method = self.compressed_kv.method(row).name
-                made = compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method)
-                self.nodes.attach(node, made)
-                segments.use(made)
+                self.nodes.attach(node, compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method))
         for segment in [segment for segment in compressed.segments if segment.node is not None]:
             self._align_nodes(segment, node)
 
@@ -156,14 +146,14 @@ class QuantizedOnlyKV(FreedFullKV):
         """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
-        for kept in (self._decoding, self._shared, self._recompute_sources):
+        for kept in (self.computed, self._decoding, self._shared, self._recompute_sources):
             kept.pop(row, None)
 
     def clear(self) -> None:
         """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
-        for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
+        for kept in (self.computed, self._decoding, self._shared, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
@@ -174,11 +164,8 @@ class QuantizedOnlyKV(FreedFullKV):
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
         """Allocate device slots for quantized-only ``nodes`` of a locked path. :meth:`write_restored` fills them before the next forward.
 
-        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing,
-        or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix.
+        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing.
         """
-        if self.prompts is not None:
-            return False
         segments, lengths = {segment: None for node in nodes for segment in node.replacing_segments}, [len(node.key) for node in nodes]
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
@@ -210,13 +197,14 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
+        begin, step = self.packing.sinks, self._split_tokens
+        return begin + (tokens - begin) // step * step if tokens > begin else tokens
+
+    @property
+    def _split_tokens(self) -> int:
+        """Tokens between the positions where segments can be split."""
         size, page = self.packing.block_tokens, self.nodes.page_size
-        blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
-        if self.prompts is not None:
-            # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
-            blocks = self.packing.unit // size
-        begin = self.packing.sinks
-        return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
+        return size * lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
         """See :meth:`FreedFullKV.slot_demands`."""
@@ -228,7 +216,7 @@ class QuantizedOnlyKV(FreedFullKV):
         if method is None or (compressed is None and tokens < method.min_context):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
-        if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
+        if compressed is None or req.req_pool_idx in self.computed:
             return self._prompt_demand(req, method, compressed, tokens, more, share * more)
         left = compressed.refresh_after - (tokens - method.recent)
         exact = tokens - compressed.covered
@@ -296,11 +284,6 @@ class QuantizedOnlyKV(FreedFullKV):
         child = node.children.get(rest.child_key(page)) if len(rest) else None
         end = node.end + (0 if child is None else child.key.match(rest, page_size=page))
         return end - max(node.end, self.max_node_end(end))
-
-
-def _is_unused(node: TieredNode, holders: list[Holder]) -> bool:
-    """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
-    return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
 
 def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:

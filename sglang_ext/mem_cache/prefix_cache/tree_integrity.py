@@ -131,8 +131,8 @@ def _check_owners(tree: PrefixTree, nodes: list[TieredNode]) -> None:
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
     for node, part in pages:
         try:
-            node.host_pages.check_owned(part)
-        except ValueError as error:  # HostPageError, whose module only servers with a host tier load
+            tree.host_pages.check_owned(part)
+        except ValueError as error:
             _require(False, node, str(error))
 
 
