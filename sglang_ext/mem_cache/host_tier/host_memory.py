@@ -32,16 +32,9 @@ class AvailableMemory:
 
 
 def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "full KV") -> None:
-    """Refuse a flag that asks for more memory than the host has.
+    """Refuse a flag that asks for more memory than the host has: ``size`` bytes on each of ``ranks`` ranks, for ``what``.
 
-    Args:
-        size: Bytes per rank.
-        ranks: Number of ranks on this host.
-        flag: The flag with the size, in GB.
-        what: The purpose of the memory, in words.
-
-    Raises:
-        OptionError: Names the requested and the available memory, the limit, and the remedy.
+    Raises :class:`OptionError`, which names the requested and the available memory, the limit, and the remedy.
     """
     found = AvailableMemory.find()
     if size * ranks > found.available:

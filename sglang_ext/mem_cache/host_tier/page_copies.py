@@ -52,12 +52,9 @@ class PageBlocks:
 
 @dataclass(frozen=True)
 class ResidualPages:
-    """Writes device pages to frames, and reads them.
+    """Writes device pages of ``page_size`` tokens, whole blocks, to frames, and reads them.
 
-    Attributes:
-        buffers: The device's pool.
-        packing: Layout of blocks in the pool: codes of chunks of 32 tokens by channel, for keys and for values.
-        page_size: Tokens per page, a multiple of a block's.
+    ``packing`` is the layout of blocks in the device's pool: codes of chunks of 32 tokens by channel, for keys and for values.
     """
 
     buffers: KVBuffers
@@ -89,8 +86,8 @@ class ResidualPages:
     def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, frames: torch.Tensor, sizes: torch.Tensor) -> None:
         """Fill ``frames``, uint8 [pages, page_bytes], and ``sizes``, int64 [pages]: bytes of residuals, 0 for whole pages.
 
-        All tensors are on the device, and it is not waited for. ``slots``: int64 [pages * page_size]. ``blocks``: as
-        :attr:`PageBlocks.slots`, None if no page has any. Bytes after an anchor are undefined.
+        All tensors are on the device, which is not waited for. ``slots``: int64 [pages * page_size]. ``blocks``: as :attr:`PageBlocks.slots`, or
+        None. Bytes after an anchor are undefined.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import write_pages
@@ -215,10 +212,7 @@ Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], 
 
 @dataclass(frozen=True)
 class TransferPiece:
-    """The part of a transfer that is copied through a buffer at once: some tokens of some of the device's buffers.
-
-    The buffers are numbered with the keys of all layers before the values. ``runs`` are those of the tokens' pages, counted in tokens.
-    """
+    """Tokens of some of the device's buffers, keys of all layers first, that are copied at once. ``runs`` are those of their pages, in tokens."""
 
     buffers: range
     tokens: slice
@@ -248,20 +242,18 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int)
 class LayerCopies:
     """Copies between one device's KV and one layer-first pool. Each is launched in the current stream.
 
-    Attributes:
-        rows: The device's KV, keys of all layers before values: [slots, words] each.
-        pool: The host pages.
-        buffer_pages: Pages of one layer's keys per ``half`` of a double buffer, [rows, words].
+    ``rows`` are the device's KV, keys of all layers before values: [slots, words] each. Both buffers have ``staging`` bytes together, or
+    one page each.
     """
 
     rows: list[torch.Tensor]
     pool: HostPool
-    buffer_pages: int
+    staging: int
 
-    @classmethod
-    def of(cls, rows: list[torch.Tensor], pool: HostPool, staging: int) -> "LayerCopies":
-        """Create with two buffers of ``staging`` bytes together, or of one page each."""
-        return cls(rows, pool, max(1, staging // 2 // (pool.page_size * rows[0].shape[1] * rows[0].element_size())))
+    @cached_property
+    def buffer_pages(self) -> int:
+        """Pages of one layer's keys per buffer, [rows, words]."""
+        return max(1, self.staging // 2 // (self.pool.page_size * self.rows[0].shape[1] * self.rows[0].element_size()))
 
     def halves(self) -> torch.Tensor:
         """Both buffers, [2, rows, words]."""
@@ -312,16 +304,16 @@ SIZE_BYTES = 8
 
 @dataclass(frozen=True)
 class FrameCopies:
-    """Copies between one device's KV and one page-first pool, ``buffer_pages`` at once. Each is launched in the current stream."""
+    """Copies between one device's KV and one page-first pool, as :class:`LayerCopies`."""
 
     pool: HostPool
     residuals: ResidualPages
-    buffer_pages: int
+    staging: int
 
-    @classmethod
-    def of(cls, pool: HostPool, residuals: ResidualPages, staging: int) -> "FrameCopies":
-        """Create with two buffers of ``staging`` bytes together, or of one page each."""
-        return cls(pool, residuals, max(1, staging // 2 // (pool.page_bytes + SIZE_BYTES)))
+    @cached_property
+    def buffer_pages(self) -> int:
+        """Pages per buffer, with their sizes."""
+        return max(1, self.staging // 2 // (self.pool.page_bytes + SIZE_BYTES))
 
     def halves(self) -> torch.Tensor:
         """Both buffers, uint8 [2, bytes]."""

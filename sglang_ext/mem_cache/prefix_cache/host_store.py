@@ -274,7 +274,9 @@ class HostStore:
             wrong = torch.tensor(failed)
             for node in list(self.nodes):
                 if node.host_value is not None and len(places := torch.isin(node.host_value, wrong).nonzero()):
-                    self._lose(node, int(places[0]))
+                    if first := int(places[0]):
+                        self.nodes.split(node, first * self.nodes.page_size)
+                    self._lose(node)
         loaded = [node for node in self.nodes.loading if node.load is load]
         for node in loaded:
             node.load = None
@@ -283,25 +285,15 @@ class HostStore:
             self._on_load_done(torch.cat([node.value for node in loaded]))
         return len(failed)
 
-    def _lose(self, node: TieredNode, page: int) -> None:
-        """Drop a node's KV on the host from its ``page`` on, and what depends on it."""
-        if page:
-            self.nodes.split(node, page * self.nodes.page_size)
-        self._strip(node)
-        if node.is_void:
-            self._lose_with_below(node)
-
-    def _lose_with_below(self, node: TieredNode) -> None:
-        """Drop an unlocked node. Drop the KV of a locked one on the host, and treat the nodes below it alike."""
-        if node.lock_ref == 0:
-            self.nodes.drop(node)
-            return
-        self._strip(node)
-        for child in list(node.children.values()):
-            self._lose_with_below(child)
-
-    def _strip(self, node: TieredNode) -> None:
-        """Drop a node's KV on the host, and the device slots of an unfinished load from it."""
+    def _lose(self, node: TieredNode, is_unreachable: bool = False) -> None:
+        """Drop a node's KV on the host. If that leaves nothing, drop the node, or, while it is locked, the KV of the nodes below alike."""
         if node.load is not None:
             self.nodes.free_value(node)
         self.nodes.free_host(node)
+        if not (is_unreachable or node.is_void):
+            return
+        if node.lock_ref == 0:
+            self.nodes.drop(node)
+            return
+        for child in list(node.children.values()):
+            self._lose(child, is_unreachable=True)

@@ -148,9 +148,7 @@ class PrefixTree:
         changed: Whether a node changed since the last check of the tree (tree_integrity.py).
     """
 
-    def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, segments: Segments, removed: Callable[[TieredNode], None]
-    ) -> None:
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, page_size: int, segments: Segments, removed: Callable[[TieredNode], None]) -> None:
         self.allocator, self.page_size, self.segments, self._removed = allocator, page_size, segments, removed
         self.host_pages: "HostPages | None" = None
         self.changed = False

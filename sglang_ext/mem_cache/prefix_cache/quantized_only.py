@@ -48,8 +48,8 @@ class QuantizedOnlyKV(FreedFullKV):
             :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
-        computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered. Only
-            prompts that attend to quantized KV have any (quantized_prompts.py).
+        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: the last node of their path, and the
+            tokens covered.
     """
 
     packing: Packing
@@ -60,7 +60,6 @@ class QuantizedOnlyKV(FreedFullKV):
     computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
     # Full KV to restore before the next forward: slots of packed blocks, the first of their tokens, and slots to write.
     _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
@@ -72,7 +71,7 @@ class QuantizedOnlyKV(FreedFullKV):
         self.compressed_kv.on_segment_split(first, rest)
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """See :meth:`FreedFullKV.free_full_kv`. Compressed KV holds it."""
+        """Free full KV that compressed KV holds."""
         self._decoding = dict(compressed)
         self._update()
         for row in compressed:
@@ -84,10 +83,10 @@ class QuantizedOnlyKV(FreedFullKV):
         """Free the tree's full KV of requests with compressed KV."""
         running = self._decoding | self.computed
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
-        for row, where in whole.items():
-            if self._shared.get(row) != where:
-                self._shared[row] = where
-                self._share_blocks(row, *where)
+        for row, (node, covered) in whole.items():
+            before = self.holders.by_row.get(row)
+            if before is None or (before.node, before.covered) != (node, covered):
+                self._share_blocks(row, node, covered)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
@@ -106,7 +105,6 @@ class QuantizedOnlyKV(FreedFullKV):
         self._recompute_sources[row] = source
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
-        """See :meth:`FreedFullKV.recompute_source`."""
         return self._recompute_sources.get(row) if row in self._own else None
 
     def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
@@ -139,21 +137,18 @@ class QuantizedOnlyKV(FreedFullKV):
                     nodes.split(node, cut - node.start)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
-        """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
-        for kept in (self.computed, self._decoding, self._shared, self._recompute_sources):
+        for kept in (self.computed, self._decoding, self._recompute_sources):
             kept.pop(row, None)
 
     def clear(self) -> None:
-        """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
-        for kept in (self.computed, self._decoding, self._shared, self._recompute_sources, self._pending):
+        for kept in (self.computed, self._decoding, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
@@ -164,7 +159,7 @@ class QuantizedOnlyKV(FreedFullKV):
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
         """Allocate device slots for quantized-only ``nodes`` of a locked path. :meth:`write_restored` fills them before the next forward.
 
-        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing.
+        ``allocate`` returns this many slots, int64, evicting if necessary, or None. False, and no change, if slots are missing.
         """
         segments, lengths = {segment: None for node in nodes for segment in node.replacing_segments}, [len(node.key) for node in nodes]
         for segment in segments:
@@ -191,7 +186,6 @@ class QuantizedOnlyKV(FreedFullKV):
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         compressed = self.compressed_kv.get(row)
         return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._recompute_sources)
 
@@ -207,7 +201,6 @@ class QuantizedOnlyKV(FreedFullKV):
         return size * lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """See :meth:`FreedFullKV.slot_demands`."""
         return [self._demand(req, more, share) for req, more in requests]
 
     def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
@@ -246,10 +239,10 @@ class QuantizedOnlyKV(FreedFullKV):
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
     def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for the next refresh, while the full KV that it replaces still exists, and all slots that the remaining output needs.
+        """Slots for the next refresh, in ``left`` tokens, while the full KV that it replaces exists, and all slots that the remaining output needs.
 
-        The compressed KV does not cover ``exact`` tokens yet. The request owns ``own`` of them, the tree the others. The next refresh is in
-        ``left`` tokens. ``more`` and ``expected`` are the maximum and expected number of tokens left to generate.
+        The compressed KV does not cover ``exact`` tokens yet, of which the request owns ``own``. It generates at most ``more``, and probably
+        ``expected`` tokens.
         """
         if not method.packs_all:
             return 0, expected

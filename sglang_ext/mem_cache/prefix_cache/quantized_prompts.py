@@ -38,13 +38,13 @@ class QuantizedPrompts(QuantizedOnlyKV):
     _padded: set[int] = field(default_factory=set)
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """See :meth:`FreedFullKV.free_full_kv`. The prompts of decoding requests are computed."""
+        """Free full KV that compressed KV holds. The prompts of decoding requests are computed."""
         for row in compressed:
             self.computed.pop(row, None)
         super().free_full_kv(requests, compressed)
 
     def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
-        """See :meth:`FreedFullKV.reads_quantized`. If not, the request recomputes that KV."""
+        """Whether a request attends to all quantized-only KV on the path to ``best`` directly. If not, it recomputes that KV."""
         method = None if req is None else self._packing_method(req)
         if method is None:
             return False
@@ -57,7 +57,7 @@ class QuantizedPrompts(QuantizedOnlyKV):
         return False
 
     def on_admitted(self, req: "Req") -> None:
-        """See :meth:`FreedFullKV.on_admitted`. Holds the segments of the request's prefix, the path to its ``last_node``."""
+        """Hold the segments of an admitted request's prefix, the path to its ``last_node``."""
         self._release(self._admitted.pop(req.rid, ()))
         segments = self._segments(req.last_node, self._packing_method(req) or self.compressed_kv.methods[0])
         for segment in segments:
@@ -65,7 +65,7 @@ class QuantizedPrompts(QuantizedOnlyKV):
         self._admitted[req.rid] = segments
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens."""
+        """Compress the previous tokens of ``prompts``, and free their full KV."""
         for req, matched, known in prompts:
             self._begin_prompt(req, matched, known)
         self._update()
@@ -93,7 +93,6 @@ class QuantizedPrompts(QuantizedOnlyKV):
             self.computed[row] = req.last_node, compressed.covered
 
     def block_slots(self, row: int) -> torch.Tensor:
-        """See :meth:`FreedFullKV.block_slots`."""
         compressed = self.compressed_kv.get(row)
         if compressed is not None:
             return compressed.slots[: compressed.num_packed_slots]
@@ -101,7 +100,6 @@ class QuantizedPrompts(QuantizedOnlyKV):
         return torch.cat(held) if held else self.compressed_kv.token_table.new_empty(0, dtype=torch.int64)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """See :meth:`FreedFullKV.peak_slots`."""
         method = self._packing_method(req)
         if method is None or self.chunk is None:
             return rest
@@ -122,17 +120,15 @@ class QuantizedPrompts(QuantizedOnlyKV):
                 segments.insert(segments.index(rest), first)
 
     def is_lost(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.is_lost`. Without compressed KV, the request cannot decode."""
+        """Whether a request lacks full KV and has no compressed KV, so that it cannot decode."""
         return row in self._padded and self.compressed_kv.get(row) is None
 
     def forget(self, row: int) -> None:
-        """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self._padded.discard(row)
         self._release(self._held.pop(row, ()))
 
     def clear(self) -> None:
-        """See :meth:`FreedFullKV.clear`."""
         super().clear()
         for kept in (self._admitted, self._held, self._padded):
             kept.clear()

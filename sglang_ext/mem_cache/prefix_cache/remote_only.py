@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RemoteOnlyKV(FreedFullKV):
-    """The remote-only KV of one scheduler process: full KV held by its cache ranks alone.
+    """The remote-only KV of one scheduler process: full KV held by its cache ``ranks`` alone, which exchange rows of compressed KV.
 
-    Attributes:
-        ranks: The cache ranks, which hold full KV and exchange rows of compressed KV.
-        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
-        tail: Maximum number of tokens after the compressed KV. Their slots are freed a round after they were computed.
+    ``method_of`` returns the method that will compress a waiting request, or None if it stays on full KV. ``tail`` is the maximum number of
+    tokens after the compressed KV. Their slots are freed a round after they were computed.
     """
 
     ranks: "AsyncSelector"
@@ -37,7 +35,7 @@ class RemoteOnlyKV(FreedFullKV):
     tail: int
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """See :meth:`FreedFullKV.free_full_kv`. Cache ranks hold it."""
+        """Free full KV that cache ranks hold."""
         for req in requests:
             row, protected = req.req_pool_idx, req.cache_protected_len
             kv = self.compressed_kv.get(row)
@@ -56,19 +54,15 @@ class RemoteOnlyKV(FreedFullKV):
             self._free_own_slots(row, protected, kv.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         return row in self._own
 
     def can_insert(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_insert`."""
         return row not in self._own
 
     def is_lost(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.is_lost`."""
         return row in self._own and self.ranks.is_lost(row)
 
     @property
@@ -77,7 +71,7 @@ class RemoteOnlyKV(FreedFullKV):
         return sum(own.stop for own in self._own.values())
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
+        """Requests are handed over in the given order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
         return [self._demand(req, more, share, free) for req, more in requests]
 

@@ -245,9 +245,7 @@ class Segments:
         """Move the blocks of ``segment`` before ``position``, a block boundary, to a new segment of ``owner``. Readers then read both."""
         tokens, slots, on_segment_split = self.blocks
         count = (position - segment.start) // tokens
-        first = Segment(
-            segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method
-        )
+        first = Segment(segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method)
         segment.start, segment.slots = position, segment.slots[count * slots :]
         segment.tokens, segment.packed = segment.tokens - count * tokens, segment.packed - count * slots
         owner.segments.append(first)

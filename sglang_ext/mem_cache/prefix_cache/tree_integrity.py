@@ -35,10 +35,7 @@ def check_when_idle(original: Callable, checker) -> None:
 
 
 def check(tree: PrefixTree) -> None:
-    """Check nodes and segments, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
-
-    Raises :class:`IntegrityError`, which names the node and the fault.
-    """
+    """Check nodes and segments, in a pass over all slots, outside SGLang's ``free_group``. Raises :class:`IntegrityError`, naming the fault."""
     nodes = list(tree)
     for node in nodes:
         _check_links(tree, node)
