@@ -10,11 +10,10 @@ For each number a packed block holds a code, and for each chunk mu and sigma: Ly
 numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While
 the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py. Its tokens are those of
-all buffers, keys of all layers before values, as if they were one page. The stream has a uint32 for each buffer, row of chunks and 64 channels, with
-the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor: the content of the blocks' slots, buffer after buffer.
-A page is stored whole, buffer after buffer, if it has no blocks, would not be smaller, or has a number outside its bin: one that is not finite, or
-beyond the range of float16.
+A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py, of all buffers' tokens as if
+they were one page: the offsets of the bits of each buffer, row of chunks and 64 channels, uint32 in units of 8 bytes, then the bits. The
+anchor follows: the content of the blocks' slots, buffer after buffer. A page is stored whole, buffer after buffer, if it has no blocks,
+would not be smaller, or has a number outside its bin: one that is not finite, or beyond the range of float16.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,10 +43,6 @@ class PageBlocks:
 
     slots: torch.Tensor
     there: torch.Tensor
-
-    def part(self, first: int, end: int) -> "PageBlocks":
-        """The blocks of pages ``first`` to ``end``."""
-        return PageBlocks(self.slots[first:end], self.there[first:end])
 
 
 @dataclass(frozen=True)
@@ -264,22 +259,19 @@ class LayerCopies:
         for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
             yield partial(self.gather, piece, slots), partial(self._to_host, piece)
 
-    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> Moves:
-        """Yield the functions for the other direction."""
-        for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
-            yield partial(self._from_host, piece), partial(self.scatter, piece, slots)
-
-    def loaded_bytes(self, pages: torch.Tensor, blocks: None, stored: bool) -> int:
-        """Bytes that :meth:`loads` copies with these arguments."""
-        return len(pages) * self.pool.page_bytes
+    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> tuple[int, Moves]:
+        """The bytes to copy, and the functions for the other direction."""
+        parts = pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages)
+        moves = ((partial(self._from_host, piece), partial(self.scatter, piece, slots)) for piece in parts)
+        return len(pages) * self.pool.page_bytes, moves
 
     def gather(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """Copy from ``slots``, int64 [tokens of the transfer], to a buffer."""
+        """Copy from ``slots`` to a buffer."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             torch.index_select(self.rows[buffer], 0, slots[piece.tokens], out=part)
 
     def scatter(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """Copy from a buffer to ``slots``, int64 [tokens of the transfer]."""
+        """Copy from a buffer to ``slots``."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
 
@@ -322,17 +314,18 @@ class FrameCopies:
 
     def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None) -> Moves:
         """Yield the copies that store device slots to host pages, see :meth:`ResidualPages.write`."""
-        for part, of_slots, of_blocks in self._spans(pages, slots, blocks):
-            yield partial(self._write, of_slots, of_blocks), partial(self._to_host, runs(part))
+        for span in self._spans(pages):
+            of_slots, of_blocks = self._of_span(span, slots, blocks)
+            yield partial(self._write, of_slots, of_blocks), partial(self._to_host, runs(pages[span]))
 
-    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> Moves:
-        """Yield the copies that load host pages to device slots. ``stored``: their stores have ended, so that sizes are known."""
-        for part, of_slots, of_blocks in self._spans(pages, slots, blocks):
-            yield partial(self._from_host, part, self._needed(part, of_blocks, stored)), partial(self._read, of_slots, of_blocks)
-
-    def loaded_bytes(self, pages: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> int:
-        """Bytes that :meth:`loads` copies with these arguments."""
-        return sum(self._needed(pages, blocks, stored))
+    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> tuple[int, Moves]:
+        """The bytes to copy, and the copies that load host pages to device slots. ``stored``: their stores have ended, so that sizes are known."""
+        needed = self._needed(pages, blocks, stored)
+        moves = (
+            (partial(self._from_host, pages[span], needed[span]), partial(self._read, *self._of_span(span, slots, blocks)))
+            for span in self._spans(pages)
+        )
+        return sum(needed), moves
 
     def _needed(self, pages: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> list[int]:
         """Bytes to copy for each page, from the beginning of its frame."""
@@ -341,26 +334,25 @@ class FrameCopies:
         coming = sizes + anchor if blocks is None else torch.where(blocks.there, sizes, sizes + anchor)
         return torch.where(known, coming, self.pool.page_bytes).tolist()
 
-    def _spans(
-        self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, PageBlocks | None]]:
-        tokens = self.pool.page_size
+    def _spans(self, pages: torch.Tensor) -> Iterator[slice]:
+        """Yield the parts of ``pages`` that fit in a buffer."""
         for first in range(0, len(pages), self.buffer_pages):
-            end = min(len(pages), first + self.buffer_pages)
-            yield pages[first:end], slots[first * tokens : end * tokens], None if blocks is None else blocks.part(first, end)
+            yield slice(first, min(len(pages), first + self.buffer_pages))
+
+    def _of_span(self, span: slice, slots: torch.Tensor, blocks: PageBlocks | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = self.pool.page_size
+        return slots[span.start * tokens : span.stop * tokens], None if blocks is None else blocks.slots[span]
 
     def _frames_and_sizes(self, half: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The frames, uint8 [pages, page_bytes], and sizes, int64 [pages], of the first ``pages`` pages in a buffer."""
         end = self.buffer_pages * self.pool.page_bytes
         return half[:end].view(self.buffer_pages, -1)[:pages], half[end:].view(torch.int64)[:pages]
 
-    def _write(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
-        self.residuals.write(slots, None if blocks is None else blocks.slots, frames, sizes)
+    def _write(self, slots: torch.Tensor, blocks: torch.Tensor | None, half: torch.Tensor) -> None:
+        self.residuals.write(slots, blocks, *self._frames_and_sizes(half, len(slots) // self.pool.page_size))
 
-    def _read(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
-        self.residuals.read(frames, sizes, slots, None if blocks is None else blocks.slots)
+    def _read(self, slots: torch.Tensor, blocks: torch.Tensor | None, half: torch.Tensor) -> None:
+        self.residuals.read(*self._frames_and_sizes(half, len(slots) // self.pool.page_size), slots, blocks)
 
     def _to_host(self, moved: tuple[PageRun, ...], half: torch.Tensor) -> None:
         frames, sizes = self._frames_and_sizes(half, self.buffer_pages)

@@ -176,7 +176,7 @@ class HostTier:
     def _store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]) -> LaunchedTransfer:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
-        _record_use(pipe.filler, slots, blocks)
+        pipe.filler.uses(slots, None if blocks is None else blocks.slots)
         start = pipe.emptier.mark()
         for fill, empty in self._copies.stores(pages, slots, blocks):
             pipe.move(fill, empty)
@@ -197,9 +197,9 @@ class HostTier:
         pipe = self._loads
         storing = self._stored.end(pages)
         pipe.after(*after, storing)
-        _record_use(pipe.emptier, slots, blocks)
-        start, size = pipe.filler.mark(), self._copies.loaded_bytes(pages, blocks, storing is None)
-        for fill, empty in self._copies.loads(pages, slots, blocks, storing is None):
+        pipe.emptier.uses(slots, None if blocks is None else blocks.slots)
+        start, (size, moves) = pipe.filler.mark(), self._copies.loads(pages, slots, blocks, storing is None)
+        for fill, empty in moves:
             pipe.move(fill, empty)
         with pipe.filler.running():
             expected = slots.new_empty(len(pages))
@@ -224,12 +224,6 @@ class HostTier:
             if tensor.dtype != torch.int64 or tensor.device != device:
                 raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
         self.pool.pages.check_owned(pages)
-
-
-def _record_use(stream: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
-    stream.uses(slots)
-    if blocks is not None:
-        stream.uses(blocks.slots)
 
 
 @dataclass

@@ -40,10 +40,11 @@ class CopyStream:
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark.event)
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of another stream's tensor from being reused before this stream has finished with it."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
+    def uses(self, *tensors: torch.Tensor | None) -> None:
+        """Keep the memory of other streams' tensors from being reused before this stream has finished with it."""
+        for tensor in tensors:
+            if self.stream is not None and tensor is not None:
+                tensor.record_stream(self.stream)
 
 
 class DoubleBuffer:

@@ -58,7 +58,7 @@ class TracedLane:
         if mark is not None and not isinstance(mark, Mark):
             self.clock |= mark.clock
 
-    def uses(self, tensor):
+    def uses(self, *tensors):
         pass
 
 
