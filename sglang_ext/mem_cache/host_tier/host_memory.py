@@ -1,7 +1,6 @@
 """Host memory available to this process: the free memory of the machine, or less within the limits of its control groups.
 
-In a container, or in a service with a limit, the kernel ends processes at the limit of a control group, whatever the machine has free. A
-group's limits apply to all groups inside it. So all groups up to the root are checked.
+The kernel ends processes at the limit of a control group, whatever the machine has free. A group's limits apply to all groups inside it.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Full KV in host memory: stored from device slots, and loaded into device slots for a verification.
 
-A store gathers slots into one of two buffers on the device, and a copy engine copies runs of pages from that buffer to the host. A load
-does the reverse, and scatters. While one buffer is copied, the other is gathered or scattered. Each direction has its own two buffers and
-two streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
+A store gathers slots into one of two buffers on the device, and a copy engine copies runs of pages from there to the host. A load does
+the reverse, and scatters. While one buffer is copied, the other is gathered or scattered. Each direction has its own two buffers and two
+streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
 """
 
 from collections.abc import Callable

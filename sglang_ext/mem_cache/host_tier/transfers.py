@@ -1,6 +1,6 @@
 """Transfers between device and host: the streams of their copies, launches at once or later, and completion on all tensor-parallel ranks.
 
-Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as done when
+Each rank copies its heads' part of the same pages, at its own speed, and the ranks' trees must stay equal. So a transfer counts as done when
 all ranks have reported it. If a loaded page differs on one rank, all ranks drop it.
 """
 

@@ -1,8 +1,8 @@
 """Running requests without full KV: the interface of mode lossy, which frees full KV that other KV replaces, and recomputing of lost KV.
 
-Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if KV from another server does not
-arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
-their output. If another server sends a request's KV, that server recomputes it, even if it is retracted only because slots are missing.
+Full KV is lost if a load from the host has wrong checksums, a cache rank's process ends, or KV from another server does not arrive.
+The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with their output. If
+another server sends a request's KV, that server recomputes it, even if it is retracted only because slots are missing.
 """
 
 from abc import ABC, abstractmethod
@@ -88,10 +88,9 @@ class FreedFullKV(ABC):
 
     @abstractmethod
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that its replacement holds, at the start of a round of ``requests``.
+        """Free full KV that its replacement holds, at the start of a round of ``requests``, whose prompts the prefix tree owns.
 
-        The prefix tree already owns their prompts. ``compressed`` has those with compressed KV by row: the last node of the path, and the
-        number of tokens covered.
+        ``compressed`` has those with compressed KV by row: the last node of the path, and the number of tokens covered.
         """
 
     @abstractmethod
@@ -132,8 +131,7 @@ class FreedFullKV(ABC):
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
         """Prepare the next tokens of admitted ``prompts``, which have a row, and slots for the tokens.
 
-        Each comes with the number of its tokens that were in the tree when the request arrived, and the number of tokens before the next
-        ones: the tree owns them, except a partial unit.
+        Each comes with its number of tokens that were in the tree at its arrival, and of tokens before the next ones, which the tree owns.
         """
 
     def block_slots(self, row: int) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
-A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV. A page on the host is stored
-as its residual and its anchor (host_tier/page_copies.py). While the segment with which it was stored is on the device, a load transfers only
-the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
+A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV, which is stored as its residual and its
+anchor (host_tier/page_copies.py). While that segment is on the device, a load transfers only the residual, afterwards both. Another
+segment may have been packed from other bits, even if it covers the same tokens.
 """
 
 import heapq
@@ -100,18 +100,16 @@ class FaultInjector:
 
 
 class HostStore:
-    """The KV of a tree's nodes that is stored on the host.
+    """The KV of a tree's nodes that is stored on the host. All calls come from one thread, and the trees of all ranks make the same calls.
 
-    All calls come from the thread that owns the tree. The trees of all ranks make the same calls. ``priority`` returns the priority of a
-    node: those with the lowest are dropped first. ``allocate_slots`` returns this many device slots, int64, evicting from the tree if
-    necessary, or None. ``on_load_start`` and ``on_load_done`` get slots, int64 [tokens]: those that a load is about to write, and those of
-    a completed load. Raises ValueError if the tier's page size differs from the tree's.
+    Nodes with the lowest ``priority`` are dropped first. ``allocate_slots`` returns this many device slots, int64, evicting from the tree if
+    necessary, or None. ``on_load_start`` and ``on_load_done`` get slots, int64 [tokens], that a load is about to write, or has written.
+    Raises ValueError if the tier's page size differs from the tree's.
 
     Attributes:
         anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
         faults: Fault injection for tests. None otherwise.
-        arrivals: Tracks which transfers are done.
-        link: Measured bandwidth of loads.
+        arrivals, link: Which transfers are done, and the measured bandwidth of loads.
         stored_bytes: Bytes of full KV stored to the host so far.
         loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
         failed_pages: Host pages dropped so far because their KV came back changed.

@@ -83,22 +83,6 @@ class TieredNode(TreeNode):
         """Whether the host may drop it: it is unlocked, has no device slots and no children."""
         return self.value is None and self.host_value is not None and self.lock_ref == 0 and not self.children
 
-    def split_tiers(self, upper: "TieredNode", tokens: int, page_size: int) -> None:
-        """Move the first ``tokens``, whole pages, of its slots and host pages to ``upper``. A segment that crosses the cut stays here."""
-        if self.value is not None:
-            upper.value, self.value = self.value[:tokens].clone(), self.value[tokens:].clone()
-        if self.host_value is not None:
-            pages, anchors = tokens // page_size, self.anchors
-            upper.host_value, self.host_value = self.host_value[:pages].clone(), self.host_value[pages:].clone()
-            set_anchors(upper, anchors[:pages])
-            set_anchors(self, anchors[pages:])
-        upper.store, upper.load = self.store, self.load
-        self.start += tokens
-        for segment in [segment for segment in self.segments if segment.end <= self.start]:
-            self.segments.remove(segment)
-            upper.segments.append(segment)
-            segment.node = upper
-
     def await_transfers(self) -> None:
         """Make the current stream wait for transfers that read or write its device slots."""
         for transfer in (self.store, self.load):
@@ -223,10 +207,22 @@ class PrefixTree:
         upper.hit_count, upper.lock_ref, upper.last_access_time = child.hit_count, child.lock_ref, child.last_access_time
         upper.parent, upper.key = child.parent, key[:tokens]
         upper.parent.children[key.child_key(self.page_size)] = upper
-        child.split_tiers(upper, tokens, self.page_size)
+        upper.store, upper.load = child.store, child.load
+        if child.value is not None:
+            upper.value, child.value = child.value[:tokens].clone(), child.value[tokens:].clone()
+        if child.host_value is not None:
+            pages, anchors = tokens // self.page_size, child.anchors
+            upper.host_value, child.host_value = child.host_value[:pages].clone(), child.host_value[pages:].clone()
+            set_anchors(upper, anchors[:pages])
+            set_anchors(child, anchors[pages:])
         upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, tokens, self.page_size)
-        child.parent, child.key = upper, key[tokens:]
+        child.start, child.parent, child.key = upper.end, upper, key[tokens:]
         upper.children[child.key.child_key(self.page_size)] = child
+        # A segment that crosses the cut stays with the lower node: it is valid on every path through that node.
+        for segment in [segment for segment in child.segments if segment.end <= child.start]:
+            child.segments.remove(segment)
+            upper.segments.append(segment)
+            segment.node = upper
         if child.load is not None:
             self.loading[upper] = None
         if self.segments.blocks is not None:

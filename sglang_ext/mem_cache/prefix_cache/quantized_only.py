@@ -1,14 +1,12 @@
 """Mode lossy: frees full KV when compressed KV holds all of its tokens quantized, and restores it if a prompt needs it.
 
 Lossy mode verifies nothing, so packed full KV is needed only by prompts with the same prefix, and by methods that select tokens again. If a
-compression method packs all tokens, the prefix tree owns the packed blocks as segments. If segments cover a node without gaps
-(segments.py:tiling), its device slots are freed although requests lock it: its KV is *quantized-only*. Compressed KV keeps the first
-tokens, the newest tokens and a partial block exact, and these stay as full KV. A request's generated tokens stay until its compressed KV
-packs them, together with the last prompt tokens of the same block.
+compression method packs all tokens, the prefix tree owns the packed blocks as segments. If segments cover a node without gaps, its device
+slots are freed although requests lock it: its KV is *quantized-only*. The first tokens, the newest tokens and a partial block stay exact.
+A request's generated tokens stay until its compressed KV packs them, together with the last prompt tokens of the same block.
 
 A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
-tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
-again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (prefix_cache/quantized_prompts.py).
+tokens are dequantized into them before the next forward. Once its compressed KV reads the same segments, the slots are freed again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,9 +35,7 @@ REFRESH_RESERVE_TOKENS = 12
 
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
-    """The quantized-only KV of one scheduler process: full KV that was freed because quantized blocks hold its tokens.
-
-    The prefix tree has no host tier.
+    """The quantized-only KV of one scheduler process, without host tier: full KV that was freed because quantized blocks hold its tokens.
 
     Attributes:
         packing: Layout of blocks in slots.
@@ -48,8 +44,7 @@ class QuantizedOnlyKV(FreedFullKV):
             :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
-        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: the last node of their path, and the
-            tokens covered.
+        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: last node, and tokens covered.
     """
 
     packing: Packing
@@ -226,7 +221,10 @@ class QuantizedOnlyKV(FreedFullKV):
         """As :meth:`_demand`, for a request whose ``tokens`` are compressed once they are computed."""
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
-        segments = self._known_segments(req, method, covered) if compressed is None else []
+        segments: list[Segment] = []
+        if compressed is None and req.req_pool_idx is None and (matched := len(req.prefix_indices) + req.host_hit_length):
+            # Its compressed KV will begin with them.
+            segments = self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, sinks)
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
         compressed_slots = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
         new_segments = tuple(segment for segment in segments if not segment.users)
@@ -250,13 +248,6 @@ class QuantizedOnlyKV(FreedFullKV):
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
         packed = max(0, exact - method.recent) + expected
         return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
-
-    def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
-        """Segments of the tree that the compressed KV of a waiting request will begin with."""
-        matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
-        if not matched:
-            return []
-        return self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
     def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
         """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""

@@ -1,11 +1,9 @@
 """Mode lossy with cache ranks: frees full KV when a rank holds it and compressed KV holds the rows that the attention heads read.
 
-Lossy mode verifies nothing, and later selections come from the rank. So this process no longer needs a request's full KV. At the start of a
-round the request's path in the prefix tree is unlocked. Its nodes remain as an ordinary prefix for other prompts, until their slots are
-needed. The request's own slots are freed: the end of its prompt, and generated tokens in the round after its compressed KV covers them.
-
-If the rank's process ends, the request is lost. Steps in progress keep the rows of their compressed KV and the newest tokens. Before the
-next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
+Lossy mode verifies nothing, and later selections come from the rank. So at the start of a round the request's path in the prefix tree is
+unlocked: its nodes remain as an ordinary prefix for other prompts. The request's own slots are freed: the end of its prompt, and
+generated tokens in the round after its compressed KV covers them. If the rank's process ends, steps in progress keep their rows. Before
+the next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Running requests whose full KV may leave the device: which part of it is on the device, and how it is loaded back.
 
-A request that drafts on compressed KV needs its full KV for verification only. Its prompt is in the prefix tree. Nodes stored on the host
-may free their device slots while such requests run, and are loaded back before a verification (VeriCache, section 5). Nodes that other
-requests need stay: a node is dropped only if all requests that lock it are holders that draft.
+A request that drafts on compressed KV needs its full KV for verification only. Nodes of its prompt that are stored on the host may free
+their device slots, and are loaded back before a verification (VeriCache, section 5), if all requests that lock them draft so.
 """
 
 from collections.abc import Iterator
