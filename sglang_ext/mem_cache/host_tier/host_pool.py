@@ -68,32 +68,17 @@ class HostPages:
             return None
         taken, missing = [], count
         while missing:
-            taken.append(self._take(missing))
+            long = [run for run in self._free if len(run) >= missing]
+            best = min(long, key=len) if long else max(self._free, key=len)
+            index, rest = self._index(best.start), best[missing:]
+            self._free[index : index + 1] = [rest] if rest else []
+            taken.append(best[:missing])
             missing -= len(taken[-1])
         pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
         self._owned[pages.numpy()] = True
         self._filled[pages.numpy()] = False
         self.free_pages -= count
         return pages
-
-    def _take(self, count: int) -> range:
-        """Take up to ``count`` pages of one free run."""
-        long = [run for run in self._free if len(run) >= count]
-        best = min(long, key=len) if long else max(self._free, key=len)
-        index = self._index(best.start)
-        rest = best[count:]
-        self._free[index : index + 1] = [rest] if rest else []
-        return best[:count]
-
-    def _put(self, run: range) -> None:
-        """Add a free run, merged with adjacent free runs."""
-        start = stop = self._index(run.start)
-        if start > 0 and self._free[start - 1].stop == run.start:
-            start -= 1
-        if stop < len(self._free) and self._free[stop].start == run.stop:
-            stop += 1
-        joined = [*self._free[start:stop], run]
-        self._free[start:stop] = [range(min(each.start for each in joined), max(each.stop for each in joined))]
 
     def _index(self, page: int) -> int:
         """Index in the list of free runs of a run that starts at ``page``."""
@@ -109,7 +94,16 @@ class HostPages:
         self._owned[pages.numpy()] = False
         self.free_pages += len(pages)
         for run in runs(ordered):
-            self._put(range(run.first, run.first + run.count))
+            first, end = run.first, run.first + run.count
+            start = stop = self._index(first)
+            # Merge it with adjacent free runs.
+            if start > 0 and self._free[start - 1].stop == first:
+                start -= 1
+                first = self._free[start].start
+            if stop < len(self._free) and self._free[stop].start == end:
+                end = self._free[stop].stop
+                stop += 1
+            self._free[start:stop] = [range(first, end)]
 
     def check_owned(self, pages: torch.Tensor) -> None:
         """Raise ValueError if some of ``pages`` do not exist or are free."""

@@ -61,7 +61,7 @@ class Anchoring:
     def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
         """Return the blocks of each page of ``nodes``, one node after another. None if there are no blocks."""
         of_pages = [node.anchors or (None,) * (len(node.key) // self.page_size) for node in nodes]
-        segments = distinct_segments(tuple(chain.from_iterable(of_pages)))
+        segments, page_slots = distinct_segments(tuple(chain.from_iterable(of_pages))), self.packing.packed_slots(self.page_size)
         if not segments:
             return None
         parts = []
@@ -69,16 +69,13 @@ class Anchoring:
             position = node.start
             for segment, pages in groupby(anchors):
                 count = len(list(pages))
-                parts.append(self._of_pages(segment, position, count, segments[0].slots))
+                if segment is None:
+                    parts.append(segments[0].slots.new_full((count, page_slots), -1))
+                else:
+                    first = (position - segment.start) // self.page_size * page_slots
+                    parts.append(segment.slots[first : first + count * page_slots].view(count, page_slots))
                 position += count * self.page_size
         return PageBlocks(torch.cat(parts), torch.tensor([segment is not None for anchors in of_pages for segment in anchors]))
-
-    def _of_pages(self, segment: Segment | None, position: int, pages: int, like: torch.Tensor) -> torch.Tensor:
-        page_slots = self.packing.packed_slots(self.page_size)
-        if segment is None:
-            return like.new_full((pages, page_slots), -1)
-        first = (position - segment.start) // self.page_size * page_slots
-        return segment.slots[first : first + pages * page_slots].view(pages, page_slots)
 
 
 @dataclass
@@ -228,14 +225,6 @@ class HostStore:
         self.nodes.unlock(deepest)
         if slots is None:
             return None
-        load = self._load(nodes, slots)
-        for node, part in zip(nodes, slots.split(lengths)):
-            node.load = load
-            self.nodes.loading[node] = None
-            self.nodes.set_value(node, part)
-        return load
-
-    def _load(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         pages = torch.cat([node.host_value for node in nodes])
         if self.faults is not None:
             for node in nodes:
@@ -245,6 +234,10 @@ class HostStore:
         load = self.tier.load(pages, slots, self._blocks(nodes))
         for segment in distinct_segments(tuple(chain.from_iterable(node.anchors for node in nodes))):
             segment.loaded = load
+        for node, part in zip(nodes, slots.split(lengths)):
+            node.load = load
+            self.nodes.loading[node] = None
+            self.nodes.set_value(node, part)
         return load
 
     def finish(self, load: Transfer) -> int:

@@ -237,15 +237,12 @@ class QuantizedOnlyKV(FreedFullKV):
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
     def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for the next refresh, in ``left`` tokens, while the full KV that it replaces exists, and all slots that the remaining output needs.
-
-        The compressed KV does not cover ``exact`` tokens yet, of which the request owns ``own``. It generates at most ``more``, and probably
-        ``expected`` tokens.
-        """
+        """Slots for the next refresh, in ``left`` tokens, and all slots that the remaining output needs, of at most ``more`` tokens."""
         if not method.packs_all:
             return 0, expected
-        # If the output ends before the refresh, nothing is packed.
+        # While they are packed, their full KV still exists. If the output ends before the refresh, nothing is packed.
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
+        # Of the ``exact`` tokens that the compressed KV does not cover yet, the request owns ``own``.
         packed = max(0, exact - method.recent) + expected
         return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
 

@@ -76,7 +76,11 @@ class RemoteOnlyKV(FreedFullKV):
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if row is None else self.compressed_kv.get(row)
-        if method is None or (compressed is None and (tokens < method.min_context or not self._is_handed_over(row, tokens, free))):
+        if method is None or (compressed is None and tokens < method.min_context):
+            return SlotDemand(growth=share * more)
+        is_handed_over = compressed is not None or (row is not None and self.ranks.has_request(row))
+        # If it will be handed over, it takes its blocks from the free ones.
+        if not is_handed_over and not free.take(tokens):
             return SlotDemand(growth=share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
@@ -87,7 +91,3 @@ class RemoteOnlyKV(FreedFullKV):
         # The request will unlock its whole path. Nodes that no other request locks may then be evicted.
         path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
-
-    def _is_handed_over(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
-        """Whether a request without compressed KV was handed over, or will be. In the second case it takes its blocks from ``free``."""
-        return (row is not None and self.ranks.has_request(row)) or free.take(tokens)

@@ -298,11 +298,11 @@ class TieredRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=evicted)
 
     def _evict(self, wanted: int) -> int:
-        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up. Return the number of freed slots.
+        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up, and return their number.
 
         Candidates are in the order of SGLang's eviction policy. A segment has the age of its node and is evicted before it, but after all nodes
-        that it covers if the host stores residuals. If segments replace a node's full KV, that full KV is freed first, and the node is dropped
-        with the first of these segments. Otherwise, if the host has space, the node stays there. All other nodes are dropped.
+        that it covers if the host stores residuals. If segments replace a node's full KV, that is freed first, and the node is dropped with the
+        first of them. Otherwise, if the host has space, the node stays there. All other nodes are dropped.
         """
         leaves, evicted = self.nodes.leaves, 0
         heap = [self._candidate(node, node.end, node.id) for node in leaves]
