@@ -35,10 +35,7 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class PageBlocks:
-    """Slots of the packed blocks of pages: int64 [pages, slots of a page's blocks] on the device, -1 if a page has none.
-
-    ``there``, bool [pages] on the host: whether a page has blocks.
-    """
+    """Slots of pages' packed blocks, int64 [pages, slots per page] on the device, -1 for none. ``there``: bool [pages] on the host."""
 
     slots: torch.Tensor
     there: torch.Tensor

@@ -134,9 +134,9 @@ class HostTier:
         self._forward = Mark.now(self._device)
 
     def defer_transfers(self) -> AbstractContextManager[None]:
-        """Launch the transfers requested inside this context at its end, because a launch takes the host milliseconds.
+        """Launch transfers requested inside this context at its end: a launch takes the host milliseconds. On a CPU, a thread starts them at once.
 
-        They wait only for work enqueued on the current stream before the request. On a CPU, a thread starts transfers at once.
+        They wait only for work enqueued on the current stream before the request.
         """
         return self._launches.until_end() if isinstance(self._launches, DeferredLaunches) else nullcontext()
 
@@ -151,10 +151,7 @@ class HostTier:
         return self._begin(self._store, slots, pages, blocks)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy host pages to device slots, with the blocks of :meth:`store`, if they still exist.
-
-        Raises ValueError as :meth:`store`, or if pages were not stored to since they were allocated.
-        """
+        """Copy host pages to device slots, with the existing blocks of :meth:`store`. Raises ValueError as :meth:`store`, or for empty pages."""
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
         return self._begin(self._load, slots, pages, blocks)

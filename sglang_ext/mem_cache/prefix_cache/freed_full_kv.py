@@ -169,26 +169,22 @@ def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, l
     """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough."""
     providers = [each for each in (batch.tree_cache.early, batch.tree_cache.freed_full_kv) if each is not None]
     sent = {req.rid: each.recompute_source(req.req_pool_idx) for req in batch.reqs for each in providers}
-    retracted, ratio, aborted = _retract(original, batch, server_args)
+    lost, aborted = lost_requests(batch), []
+    retracted = [batch.reqs[i] for i in lost]
+    if lost:
+        rest = [i for i in range(len(batch.reqs)) if i not in lost]
+        for i in lost:
+            batch.release_req(i, len(rest), server_args)
+        batch.tree_cache.recomputed += len(lost)
+        batch.filter_batch(keep_indices=rest)
+    if lost and (not batch.reqs or batch.check_decode_mem()):
+        ratio = NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs)
+    else:
+        more, ratio, aborted = original(batch, server_args)
+        retracted += more
     again = [req for req in retracted if sent.get(req.rid) is not None]
     for req in again:
         # SGLang saved its KV on the CPU to resume with it.
         del req.kv_cache_cpu
         sent[req.rid].prefill_again(req)
     return [req for req in retracted if req not in again], ratio, aborted
-
-
-def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]:
-    lost = lost_requests(batch)
-    if not lost:
-        return original(batch, server_args)
-    rest = [i for i in range(len(batch.reqs)) if i not in lost]
-    retracted = [batch.reqs[i] for i in lost]
-    for i in lost:
-        batch.release_req(i, len(rest), server_args)
-    batch.tree_cache.recomputed += len(lost)
-    batch.filter_batch(keep_indices=rest)
-    if not batch.reqs or batch.check_decode_mem():
-        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
-    more, ratio, aborted = original(batch, server_args)
-    return [*retracted, *more], ratio, aborted

@@ -80,9 +80,9 @@ class Anchoring:
 
 @dataclass
 class FaultInjector:
-    """Simulates host memory that loses bits, for tests: flips a bit of the first page before every ``every``-th load.
+    """Simulates lost bits, for tests: flips a bit of the first page before every ``every``-th load.
 
-    ``loads`` is the number of loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
+    ``loads`` so far: it starts at the tensor-parallel rank, so that each rank has its fault in another load.
     """
 
     every: int
@@ -184,10 +184,7 @@ class HostStore:
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def free_device_slots(self, node: TieredNode) -> int:
-        """Free the device slots of a node that :meth:`is_stored`, even a locked one. Return the number of freed slots.
-
-        No forward may read the slots any more. Rows of running requests that point to them are stale afterwards.
-        """
+        """Free the device slots, which no forward reads any more, of a node that :meth:`is_stored`, even a locked one. Return their number."""
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
     def is_stored(self, node: TieredNode) -> bool:

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizedPrompts(QuantizedOnlyKV):
-    """The quantized-only KV of one scheduler process whose prompts attend to quantized KV.
-
-    ``chunk`` is the maximum number of prompt tokens per forward. None for no limit.
-    """
+    """Quantized-only KV of one scheduler process whose prompts attend to quantized KV, at most ``chunk`` tokens per forward, if set."""
 
     chunk: int | None = None
     # Segments held for prefixes: by request id from admission, then by row.

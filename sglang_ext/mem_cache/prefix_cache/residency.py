@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Holder:
-    """A running request with compressed KV, called a holder below. It locks the path to ``node`` in the prefix tree.
+    """A running request with compressed KV of ``covered`` tokens, called a holder below. It locks the path to ``node``.
 
-    Attributes:
-        covered: Tokens that its compressed KV covers. Nodes that reach beyond must stay.
-        pinned: Its full KV is being loaded, or is about to be read.
-        stale: Its row points to slots that were freed.
+    ``pinned``: its full KV is being loaded, or is about to be read. ``stale``: its row points to slots that were freed.
     """
 
     row: int
@@ -79,10 +76,8 @@ class Holders:
 class Residency:
     """The full KV of one scheduler process' holders, which may leave the device.
 
-    Attributes:
-        host: The KV of the prefix tree's nodes on the host.
-        offload_at_once: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
-        max_offloaded: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
+    With ``offload_at_once`` it leaves as soon as it is on the host. Otherwise it leaves when its slots are needed. ``max_offloaded`` is the
+    maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
     """
 
     host: "HostStore"

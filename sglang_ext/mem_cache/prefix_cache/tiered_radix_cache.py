@@ -232,10 +232,7 @@ class TieredRadixCache(RadixCache):
         req.last_node = last
 
     def unlock_path(self, req) -> None:
-        """Unlock the path of a request that no longer computes or reads, before it ends. Other requests may then take its full KV.
-
-        Its row may point to slots of other requests afterwards, and its KV never enters the tree.
-        """
+        """Unlock the path of a request that no longer computes or reads. Its row may then point to others' slots, and its KV enters no tree."""
         if self.disable or req.last_node is None or req.last_node is self.root_node:
             return
         self.dec_lock_ref(req.last_node)
