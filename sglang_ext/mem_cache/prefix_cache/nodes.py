@@ -26,7 +26,7 @@ class TieredNode(TreeNode):
 
     Attributes:
         segments: Compressed chunks that end in it.
-        store: The transfer that writes ``host_value``. It may be in progress.
+        store: The transfer that writes ``host_value``. The node's KV is on the host completely when it is done.
         load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
         anchors: For each page on the host, the segment with which a load transfers fewer bytes (host_store.py).
         replacing_segments: Segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.

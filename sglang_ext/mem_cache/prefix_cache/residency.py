@@ -154,8 +154,8 @@ class Residency:
 
     def _droppable(self) -> list[TieredNode]:
         """Nodes whose device slots nothing reads before they can be loaded again."""
-        found = [node for node in self.holders.by_node if self.holders.replace(node) and self.host.is_stored(node)]
-        return [node for node in found if not any(holder.pinned for holder in self.holders.by_node[node])]
+        unpinned = [node for node, holders in self.holders.by_node.items() if not any(holder.pinned for holder in holders)]
+        return [node for node in unpinned if self.holders.replace(node) and self.host.is_stored(node)]
 
     def _drop(self, node: TieredNode) -> int:
         freed = self.host.free_device_slots(node)
