@@ -71,13 +71,11 @@ class QuantizedAttention(Feature):
             return None
         shares = ", ".join(f"{method.share:.2f} ({method.name})" for method in packing)
         logger.info("sglang-ext: full KV is freed once it is compressed; compressed KV takes about %s of the full KV's slots", shares)
-        prompts = None
+        parts = tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of
         if is_single_server and self.prefill is not None:
             chunk = self.args.chunked_prefill_size
-            prompts = QuantizedPrompts(tree_cache.nodes, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
-        return FreedFullKVProvider(
-            QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
-        )
+            return FreedFullKVProvider(QuantizedPrompts(*parts, chunk=chunk if chunk and chunk > 0 else None))
+        return FreedFullKVProvider(QuantizedOnlyKV(*parts, recomputes=is_single_server))
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""

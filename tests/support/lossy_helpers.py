@@ -32,8 +32,8 @@ class Lossy(World):
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), layout=QuantizedLayout.for_table(self.packing, self.table.req_to_token),
             frees_full_kv=True,
         )
-        prompts = QuantizedPrompts(self.cache.nodes, self.compressed_kv, lambda req: of_copies, chunk) if on_codes else None
-        self.codes = QuantizedOnlyKV(self.cache.nodes, self.compressed_kv, self.packing, lambda req: of_copies, prompts=prompts)
+        parts = self.cache.nodes, self.compressed_kv, self.packing, lambda req: of_copies
+        self.codes = QuantizedPrompts(*parts, chunk=chunk) if on_codes else QuantizedOnlyKV(*parts)
         self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.codes)
 
     def write(self, slots, kv):

@@ -1,7 +1,6 @@
 """Host memory available to this process: the free memory of the machine, or less within the limits of its control groups.
 
-In a container, or in a service with a limit, the kernel ends processes at the limit of a control group, whatever the machine has free. A
-group's limits apply to all groups inside it. So all groups up to the root are checked.
+The kernel ends processes at the limit of a control group, whatever the machine has free. A group's limits apply to all groups inside it.
 """
 
 import math
@@ -32,16 +31,9 @@ class AvailableMemory:
 
 
 def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "full KV") -> None:
-    """Refuse a flag that asks for more memory than the host has.
+    """Refuse a flag that asks for more memory than the host has: ``size`` bytes on each of ``ranks`` ranks, for ``what``.
 
-    Args:
-        size: Bytes per rank.
-        ranks: Number of ranks on this host.
-        flag: The flag with the size, in GB.
-        what: The purpose of the memory, in words.
-
-    Raises:
-        OptionError: Names the requested and the available memory, the limit, and the remedy.
+    Raises :class:`OptionError`, which names the requested and the available memory, the limit, and the remedy.
     """
     found = AvailableMemory.find()
     if size * ranks > found.available:

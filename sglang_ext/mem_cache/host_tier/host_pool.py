@@ -47,12 +47,8 @@ def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
     return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
 
 
-class HostPageError(ValueError):
-    """Pages that a transfer or an owner must not name."""
-
-
 class HostPages:
-    """Allocates ``count`` pages by number, in as few runs as possible."""
+    """Allocates ``count`` pages by number, in as few runs as possible. Lists of pages are int64 [pages], on the host."""
 
     def __init__(self, count: int) -> None:
         self.count = self.free_pages = count
@@ -64,18 +60,21 @@ class HostPages:
         self._readers, self._freed = np.zeros(count, np.int32), np.zeros(count, bool)
 
     def allocate(self, count: int) -> torch.Tensor | None:
-        """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free.
+        """Allocate ``count`` pages: int64 [count], on the host. None if fewer are free. Raises ValueError if ``count`` is below 1.
 
-        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs. Raises
-        :class:`HostPageError` if ``count`` is below 1.
+        The pages form one run if a free run is long enough. It takes the shortest such run, to keep long runs.
         """
         if count < 1:
-            raise HostPageError(f"{count} pages of host memory were requested; request at least 1")
+            raise ValueError(f"{count} pages of host memory were requested; request at least 1")
         if count > self.free_pages:
             return None
         taken, missing = [], count
         while missing:
-            taken.append(self._take(missing))
+            long = [run for run in self._free if len(run) >= missing]
+            best = min(long, key=len) if long else max(self._free, key=len)
+            index, rest = self._index(best.start), best[missing:]
+            self._free[index : index + 1] = [rest] if rest else []
+            taken.append(best[:missing])
             missing -= len(taken[-1])
         pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
         self._owned[pages.numpy()] = True
@@ -83,39 +82,17 @@ class HostPages:
         self.free_pages -= count
         return pages
 
-    def _take(self, count: int) -> range:
-        """Take up to ``count`` pages of one free run."""
-        long = [run for run in self._free if len(run) >= count]
-        best = min(long, key=len) if long else max(self._free, key=len)
-        index = self._index(best.start)
-        rest = best[count:]
-        self._free[index : index + 1] = [rest] if rest else []
-        return best[:count]
-
-    def _put(self, run: range) -> None:
-        """Add a free run, merged with adjacent free runs."""
-        start = stop = self._index(run.start)
-        if start > 0 and self._free[start - 1].stop == run.start:
-            start -= 1
-        if stop < len(self._free) and self._free[stop].start == run.stop:
-            stop += 1
-        joined = [*self._free[start:stop], run]
-        self._free[start:stop] = [range(min(each.start for each in joined), max(each.stop for each in joined))]
-
     def _index(self, page: int) -> int:
         """Index in the list of free runs of a run that starts at ``page``."""
         return bisect_left(self._free, page, key=lambda run: run.start)
 
     def free(self, pages: torch.Tensor) -> None:
-        """Free ``pages`` (int64 [pages], on the host). Transfers in progress may still use them.
-
-        Raises :class:`HostPageError` and frees nothing if some are not owned, or are named twice.
-        """
+        """Free ``pages``. Transfers in progress may use them. Raises ValueError, and frees none, if some are not owned, or are named twice."""
         self.check_owned(pages)
         ordered = pages.sort().values
         twice = ordered[1:][ordered.diff() == 0]
         if len(twice):
-            raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
+            raise ValueError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
         self._owned[pages.numpy()] = False
         is_read = self._readers[ordered.numpy()] > 0
         self._freed[ordered.numpy()[is_read]] = True
@@ -138,26 +115,35 @@ class HostPages:
         """Add ``pages`` (int64, ascending) to the free ones."""
         self.free_pages += len(pages)
         for run in runs(pages):
-            self._put(range(run.first, run.first + run.count))
+            first, end = run.first, run.first + run.count
+            start = stop = self._index(first)
+            # Merge it with adjacent free runs.
+            if start > 0 and self._free[start - 1].stop == first:
+                start -= 1
+                first = self._free[start].start
+            if stop < len(self._free) and self._free[stop].start == end:
+                end = self._free[stop].stop
+                stop += 1
+            self._free[start:stop] = [range(first, end)]
 
     def check_owned(self, pages: torch.Tensor) -> None:
-        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) do not exist or are free."""
+        """Raise ValueError if some of ``pages`` do not exist or are free."""
         foreign = pages[(pages < 0) | (pages >= self.count)]
         if len(foreign):
-            raise HostPageError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
+            raise ValueError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
         unowned = pages.numpy()[~self._owned[pages.numpy()]]
         if len(unowned):
-            raise HostPageError(f"host pages {unowned.tolist()[:8]} are free; allocate pages before using them, free them once")
+            raise ValueError(f"host pages {unowned.tolist()[:8]} are free; allocate pages before using them, free them once")
 
     def fill(self, pages: torch.Tensor) -> None:
-        """Record that ``pages`` (int64 [pages], on the host, owned) are stored to."""
+        """Record that owned ``pages`` are stored to."""
         self._filled[pages.numpy()] = True
 
     def check_filled(self, pages: torch.Tensor) -> None:
-        """Raise :class:`HostPageError` if some of ``pages`` (int64 [pages], on the host) were not stored to since they were allocated."""
+        """Raise ValueError if some of ``pages`` were not stored to since they were allocated."""
         empty = pages.numpy()[~self._filled[pages.numpy()]]
         if len(empty):
-            raise HostPageError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")
+            raise ValueError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")
 
 
 @dataclass(frozen=True)
@@ -170,7 +156,6 @@ class HostPool:
     Attributes:
         kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values. Page-first: [pages, 2, layers, page_size, ...].
         checksums: int64 [pages], of the last stored KV. Valid when its transfer is done.
-        pages: The allocator of the pages.
         sizes: int64 [pages], bytes of the last stored residual, 0 for a whole page. Valid when the transfer is done. None if layer-first.
     """
 
@@ -181,10 +166,10 @@ class HostPool:
 
     @classmethod
     def create(cls, buffers: KVBuffers, page_size: int, size: int, frames: bool = False) -> "HostPool":
-        """Create a pool for layers of the device's pool, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
+        """Create a pool for the device's ``buffers``, with as many pages of ``page_size`` tokens as fit in ``size`` bytes.
 
-        The order is page-first with ``frames``. Raises :class:`OptionError` if no page fits or the host has too little memory, ValueError
-        if the layers' buffers differ or are not contiguous.
+        It is page-first with ``frames``. Raises :class:`OptionError` if no page fits or the host has too little memory, ValueError if the
+        layers' buffers differ or are not contiguous.
         """
         check_alike(buffers)
         count = size // (buffers.bytes_per_slot * page_size)

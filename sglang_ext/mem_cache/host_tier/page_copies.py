@@ -1,20 +1,18 @@
 """Copies between device slots and host pages, through the buffers of a double buffer (transfers.py).
 
 :class:`LayerCopies` splits a transfer into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move.
+:class:`FrameCopies` stores pages in frames, whole or as residuals of packed blocks. A half of the double buffer holds as many frames as
+fit, and the sizes of their residuals. A store copies whole frames to the host, so that nothing waits until the device has counted the
+bits. A load copies the needed part of a frame, if its store has ended.
 
-:class:`FrameCopies` stores pages in frames, whole or as residuals of packed blocks. A half of the double buffer holds as many frames as fit,
-and the sizes of their residuals. A store copies whole frames to the host, so that nothing waits until the device has counted the bits. A
-load copies the needed part of a frame, if its store has ended.
+For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/level_quantizers.py). They define
+a bin, the numbers of the pool's dtype between two bounds. The residual is the number's index in its bin
+(layers/kernels/lynx/pytorch_codec.py). While the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-For each number a packed block holds a code, and for each chunk mu and sigma: Lynx's anchor (compressors/level_quantizers.py). They define a bin, the
-numbers of the pool's dtype between two bounds. The residual is the number's index in its bin (layers/kernels/lynx/pytorch_codec.py). While
-the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
-
-A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py. Its tokens are those of
-all buffers, keys of all layers before values, as if they were one page. The stream has a uint32 for each buffer, row of chunks and 64 channels, with
-the offset of its bits in units of 8 bytes. The bits follow. After the stream comes the anchor: the content of the blocks' slots, buffer after buffer.
-A page is stored whole, buffer after buffer, if it has no blocks, would not be smaller, or has a number outside its bin: one that is not finite, or
-beyond the range of float16.
+A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py, of all
+buffers' tokens as if they were one page: for each buffer, row of chunks and 64 channels, a uint32 with the offset of its bits in units of
+8 bytes, then the bits. The anchor follows: the content of the blocks' slots, buffer after buffer. A page is stored whole, buffer after
+buffer, if it has no blocks, would not be smaller, or has a number outside its bin: one that is not finite, or beyond float16's range.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,27 +35,17 @@ WHOLE = 0
 
 @dataclass(frozen=True)
 class PageBlocks:
-    """Slots of the packed blocks of pages: int64 [pages, slots of a page's blocks] on the device, -1 if a page has none.
-
-    ``there``, bool [pages] on the host: whether a page has blocks.
-    """
+    """Slots of pages' packed blocks, int64 [pages, slots per page] on the device, -1 for none. ``there``: bool [pages] on the host."""
 
     slots: torch.Tensor
     there: torch.Tensor
 
-    def part(self, first: int, end: int) -> "PageBlocks":
-        """The blocks of pages ``first`` to ``end``."""
-        return PageBlocks(self.slots[first:end], self.there[first:end])
-
 
 @dataclass(frozen=True)
 class ResidualPages:
-    """Writes device pages to frames, and reads them.
+    """Writes device pages of ``page_size`` tokens, whole blocks, to frames, and reads them.
 
-    Attributes:
-        buffers: The device's pool.
-        packing: Layout of blocks in the pool: codes of chunks of 32 tokens by channel, for keys and for values.
-        page_size: Tokens per page, a multiple of a block's.
+    ``packing`` is the layout of blocks in the device's pool: codes of chunks of 32 tokens by channel, for keys and for values.
     """
 
     buffers: KVBuffers
@@ -89,8 +77,8 @@ class ResidualPages:
     def write(self, slots: torch.Tensor, blocks: torch.Tensor | None, frames: torch.Tensor, sizes: torch.Tensor) -> None:
         """Fill ``frames``, uint8 [pages, page_bytes], and ``sizes``, int64 [pages]: bytes of residuals, 0 for whole pages.
 
-        All tensors are on the device, and it is not waited for. ``slots``: int64 [pages * page_size]. ``blocks``: as
-        :attr:`PageBlocks.slots`, None if no page has any. Bytes after an anchor are undefined.
+        All tensors are on the device, which is not waited for. ``slots``: int64 [pages * page_size]. ``blocks``: as :attr:`PageBlocks.slots`, or
+        None. Bytes after an anchor are undefined.
         """
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.lynx.residual_pages import write_pages
@@ -215,10 +203,7 @@ Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], 
 
 @dataclass(frozen=True)
 class TransferPiece:
-    """The part of a transfer that is copied through a buffer at once: some tokens of some of the device's buffers.
-
-    The buffers are numbered with the keys of all layers before the values. ``runs`` are those of the tokens' pages, counted in tokens.
-    """
+    """Tokens of some of the device's buffers, keys of all layers first, that are copied at once. ``runs`` are those of their pages, in tokens."""
 
     buffers: range
     tokens: slice
@@ -248,20 +233,18 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int)
 class LayerCopies:
     """Copies between one device's KV and one layer-first pool. Each is launched in the current stream.
 
-    Attributes:
-        rows: The device's KV, keys of all layers before values: [slots, words] each.
-        pool: The host pages.
-        buffer_pages: Pages of one layer's keys per ``half`` of a double buffer, [rows, words].
+    ``rows`` are the device's KV, keys of all layers before values: [slots, words] each. Both buffers have ``staging`` bytes together, or
+    one page each.
     """
 
     rows: list[torch.Tensor]
     pool: HostPool
-    buffer_pages: int
+    staging: int
 
-    @classmethod
-    def of(cls, rows: list[torch.Tensor], pool: HostPool, staging: int) -> "LayerCopies":
-        """Create with two buffers of ``staging`` bytes together, or of one page each."""
-        return cls(rows, pool, max(1, staging // 2 // (pool.page_size * rows[0].shape[1] * rows[0].element_size())))
+    @cached_property
+    def buffer_pages(self) -> int:
+        """Pages of one layer's keys per buffer, [rows, words]."""
+        return max(1, self.staging // 2 // (self.pool.page_size * self.rows[0].shape[1] * self.rows[0].element_size()))
 
     def halves(self) -> torch.Tensor:
         """Both buffers, [2, rows, words]."""
@@ -272,22 +255,19 @@ class LayerCopies:
         for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
             yield partial(self.gather, piece, slots), partial(self._to_host, piece)
 
-    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> Moves:
-        """Yield the functions for the other direction."""
-        for piece in pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages):
-            yield partial(self._from_host, piece), partial(self.scatter, piece, slots)
-
-    def loaded_bytes(self, pages: torch.Tensor, blocks: None, stored: bool) -> int:
-        """Bytes that :meth:`loads` copies with these arguments."""
-        return len(pages) * self.pool.page_bytes
+    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> tuple[int, Moves]:
+        """The bytes to copy, and the functions for the other direction."""
+        parts = pieces(len(self.rows), pages, self.pool.page_size, self.buffer_pages)
+        moves = ((partial(self._from_host, piece), partial(self.scatter, piece, slots)) for piece in parts)
+        return len(pages) * self.pool.page_bytes, moves
 
     def gather(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """Copy from ``slots``, int64 [tokens of the transfer], to a buffer."""
+        """Copy from ``slots`` to a buffer."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             torch.index_select(self.rows[buffer], 0, slots[piece.tokens], out=part)
 
     def scatter(self, piece: TransferPiece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        """Copy from a buffer to ``slots``, int64 [tokens of the transfer]."""
+        """Copy from a buffer to ``slots``."""
         for part, buffer in zip(piece.part(half), piece.buffers):
             self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
 
@@ -312,16 +292,16 @@ SIZE_BYTES = 8
 
 @dataclass(frozen=True)
 class FrameCopies:
-    """Copies between one device's KV and one page-first pool, ``buffer_pages`` at once. Each is launched in the current stream."""
+    """Copies between one device's KV and one page-first pool, as :class:`LayerCopies`."""
 
     pool: HostPool
     residuals: ResidualPages
-    buffer_pages: int
+    staging: int
 
-    @classmethod
-    def of(cls, pool: HostPool, residuals: ResidualPages, staging: int) -> "FrameCopies":
-        """Create with two buffers of ``staging`` bytes together, or of one page each."""
-        return cls(pool, residuals, max(1, staging // 2 // (pool.page_bytes + SIZE_BYTES)))
+    @cached_property
+    def buffer_pages(self) -> int:
+        """Pages per buffer, with their sizes."""
+        return max(1, self.staging // 2 // (self.pool.page_bytes + SIZE_BYTES))
 
     def halves(self) -> torch.Tensor:
         """Both buffers, uint8 [2, bytes]."""
@@ -330,17 +310,18 @@ class FrameCopies:
 
     def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None) -> Moves:
         """Yield the copies that store device slots to host pages, see :meth:`ResidualPages.write`."""
-        for part, of_slots, of_blocks in self._spans(pages, slots, blocks):
-            yield partial(self._write, of_slots, of_blocks), partial(self._to_host, runs(part))
+        for span in self._spans(pages):
+            of_slots, of_blocks = self._of_span(span, slots, blocks)
+            yield partial(self._write, of_slots, of_blocks), partial(self._to_host, runs(pages[span]))
 
-    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> Moves:
-        """Yield the copies that load host pages to device slots. ``stored``: their stores have ended, so that sizes are known."""
-        for part, of_slots, of_blocks in self._spans(pages, slots, blocks):
-            yield partial(self._from_host, part, self._needed(part, of_blocks, stored)), partial(self._read, of_slots, of_blocks)
-
-    def loaded_bytes(self, pages: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> int:
-        """Bytes that :meth:`loads` copies with these arguments."""
-        return sum(self._needed(pages, blocks, stored))
+    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> tuple[int, Moves]:
+        """The bytes to copy, and the copies that load host pages to device slots. ``stored``: their stores have ended, so that sizes are known."""
+        needed = self._needed(pages, blocks, stored)
+        moves = (
+            (partial(self._from_host, pages[span], needed[span]), partial(self._read, *self._of_span(span, slots, blocks)))
+            for span in self._spans(pages)
+        )
+        return sum(needed), moves
 
     def _needed(self, pages: torch.Tensor, blocks: PageBlocks | None, stored: bool) -> list[int]:
         """Bytes to copy for each page, from the beginning of its frame."""
@@ -349,26 +330,25 @@ class FrameCopies:
         coming = sizes + anchor if blocks is None else torch.where(blocks.there, sizes, sizes + anchor)
         return torch.where(known, coming, self.pool.page_bytes).tolist()
 
-    def _spans(
-        self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, PageBlocks | None]]:
-        tokens = self.pool.page_size
+    def _spans(self, pages: torch.Tensor) -> Iterator[slice]:
+        """Yield the parts of ``pages`` that fit in a buffer."""
         for first in range(0, len(pages), self.buffer_pages):
-            end = min(len(pages), first + self.buffer_pages)
-            yield pages[first:end], slots[first * tokens : end * tokens], None if blocks is None else blocks.part(first, end)
+            yield slice(first, min(len(pages), first + self.buffer_pages))
+
+    def _of_span(self, span: slice, slots: torch.Tensor, blocks: PageBlocks | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = self.pool.page_size
+        return slots[span.start * tokens : span.stop * tokens], None if blocks is None else blocks.slots[span]
 
     def _frames_and_sizes(self, half: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The frames, uint8 [pages, page_bytes], and sizes, int64 [pages], of the first ``pages`` pages in a buffer."""
         end = self.buffer_pages * self.pool.page_bytes
         return half[:end].view(self.buffer_pages, -1)[:pages], half[end:].view(torch.int64)[:pages]
 
-    def _write(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
-        self.residuals.write(slots, None if blocks is None else blocks.slots, frames, sizes)
+    def _write(self, slots: torch.Tensor, blocks: torch.Tensor | None, half: torch.Tensor) -> None:
+        self.residuals.write(slots, blocks, *self._frames_and_sizes(half, len(slots) // self.pool.page_size))
 
-    def _read(self, slots: torch.Tensor, blocks: PageBlocks | None, half: torch.Tensor) -> None:
-        frames, sizes = self._frames_and_sizes(half, len(slots) // self.pool.page_size)
-        self.residuals.read(frames, sizes, slots, None if blocks is None else blocks.slots)
+    def _read(self, slots: torch.Tensor, blocks: torch.Tensor | None, half: torch.Tensor) -> None:
+        self.residuals.read(*self._frames_and_sizes(half, len(slots) // self.pool.page_size), slots, blocks)
 
     def _to_host(self, moved: tuple[PageRun, ...], half: torch.Tensor) -> None:
         frames, sizes = self._frames_and_sizes(half, self.buffer_pages)

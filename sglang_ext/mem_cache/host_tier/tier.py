@@ -1,8 +1,8 @@
 """Full KV in host memory: stored from device slots, and loaded into device slots for a verification.
 
-A store gathers slots into one of two buffers on the device, and a copy engine copies runs of pages from that buffer to the host. A load
-does the reverse, and scatters. While one buffer is copied, the other is gathered or scattered. Each direction has its own two buffers and
-two streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
+A store gathers slots into one of two buffers on the device, and a copy engine copies runs of pages from there to the host. A load does
+the reverse, and scatters. While one buffer is copied, the other is gathered or scattered. Each direction has its own two buffers and two
+streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
 """
 
 from collections.abc import Callable
@@ -97,16 +97,11 @@ class HostTier:
     forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done. Later work that writes,
     reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered.
 
-    Args:
-        staging: Device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
-        residuals: Layout of pages in a page-first pool. None for a layer-first pool.
-
-    Raises ValueError if the layers' buffers differ, or are not contiguous.
+    ``staging`` is the device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
+    ``residuals`` is the layout of pages in a page-first pool. Raises ValueError if the layers' buffers differ, or are not contiguous.
     """
 
-    def __init__(
-        self, buffers: KVBuffers, pool: HostPool, staging: int | None = None, residuals: ResidualPages | None = None
-    ) -> None:
+    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int | None = None, residuals: ResidualPages | None = None) -> None:
         check_alike(buffers)
         self.pool = pool
         key = buffers.keys[0]
@@ -117,10 +112,9 @@ class HostTier:
         staging = staging_bytes(len(key) * buffers.bytes_per_slot, pool.page_bytes) if staging is None else staging
         self._copies: LayerCopies | FrameCopies
         if residuals is None:
-            rows = [as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)]
-            self._copies = LayerCopies.of(rows, pool, staging)
+            self._copies = LayerCopies([as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)], pool, staging)
         else:
-            self._copies = FrameCopies.of(pool, residuals, staging)
+            self._copies = FrameCopies(pool, residuals, staging)
             if buffers.on_gpu:
                 residuals.compile_kernels()
         copies, moves = (partial(CopyStream, self._device, urgent) for urgent in (False, True))
@@ -128,8 +122,7 @@ class HostTier:
         self._loads = DoubleBuffer(self._copies.halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastTransfers(pool.pages.count), LastTransfers(pool.pages.count)
         self._forward: Mark | None = None
-        self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
-        self._deferral = DeferredLaunches()
+        self._launches = DeferredLaunches() if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
 
     @property
     def workspace_bytes(self) -> int:
@@ -141,57 +134,46 @@ class HostTier:
         self._forward = Mark.now(self._device)
 
     def defer_transfers(self) -> AbstractContextManager[None]:
-        """Launch the transfers requested inside this context at its end, because a launch takes the host milliseconds.
+        """Launch transfers requested inside this context at its end: a launch takes the host milliseconds. On a CPU, a thread starts them at once.
 
-        They wait only for work enqueued on the current stream before the request. On a CPU, a thread starts transfers at once.
+        They wait only for work enqueued on the current stream before the request.
         """
-        return self._deferral.until_end() if self._worker is None else nullcontext()
+        return self._launches.until_end() if isinstance(self._launches, DeferredLaunches) else nullcontext()
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
         """Copy device ``slots``, int64 [pages * page_size], to host ``pages``, int64 [pages] on the host, each once.
 
-        Pages with ``blocks`` are stored as residuals. The slots of blocks must not change until the transfer is done. Raises ValueError if
-        slots and pages do not match, or pages are not allocated.
+        Pages with ``blocks``, whose slots must not change until the transfer is done, are stored as residuals. Raises ValueError if slots and
+        pages do not match, or pages are not allocated.
         """
         self._check(slots, pages)
         self.pool.pages.fill(pages)
         return self._begin(self._store, slots, pages, blocks)
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
-        """Copy host pages to device slots, with the blocks of :meth:`store`, if they still exist.
-
-        Raises ValueError as :meth:`store`, or if pages were not stored to since they were allocated.
-        """
+        """Copy host pages to device slots, with the existing blocks of :meth:`store`. Raises ValueError as :meth:`store`, or for empty pages."""
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
         return self._begin(self._load, slots, pages, blocks)
 
     def close(self) -> None:
         """Finish all transfers. None may be started afterwards."""
-        if self._worker is not None:
-            self._worker.shutdown()
-        else:
+        if isinstance(self._launches, DeferredLaunches):
             torch.cuda.synchronize(self._device)
+        else:
+            self._launches.shutdown()
 
-    def _begin(
-        self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
-    ) -> Transfer:
+    def _begin(self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None) -> Transfer:
         # The arguments may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
-        after = Mark.now(self._device), self._forward
-        if self._worker is not None:
-            launched = self._worker.submit(launch, slots, pages, blocks, after)
-        else:
-            launched = self._deferral.begin(partial(launch, slots, pages, blocks, after))
+        launched = self._launches.submit(launch, slots, pages, blocks, (Mark.now(self._device), self._forward))
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
-    def _store(
-        self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
-    ) -> LaunchedTransfer:
+    def _store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]) -> LaunchedTransfer:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
-        _record_use(pipe.filler, slots, blocks)
+        pipe.filler.uses(slots, None if blocks is None else blocks.slots)
         start = pipe.emptier.mark()
         for fill, empty in self._copies.stores(pages, slots, blocks):
             pipe.move(fill, empty)
@@ -208,15 +190,13 @@ class HostTier:
         return LaunchedTransfer(start, end, None, len(pages) * self.pool.page_bytes)
 
     @torch.inference_mode()
-    def _load(
-        self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
-    ) -> LaunchedTransfer:
+    def _load(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]) -> LaunchedTransfer:
         pipe = self._loads
         storing = self._stored.end(pages)
         pipe.after(*after, storing)
-        _record_use(pipe.emptier, slots, blocks)
-        start, size = pipe.filler.mark(), self._copies.loaded_bytes(pages, blocks, storing is None)
-        for fill, empty in self._copies.loads(pages, slots, blocks, storing is None):
+        pipe.emptier.uses(slots, None if blocks is None else blocks.slots)
+        start, (size, moves) = pipe.filler.mark(), self._copies.loads(pages, slots, blocks, storing is None)
+        for fill, empty in moves:
             pipe.move(fill, empty)
         with pipe.filler.running():
             expected = slots.new_empty(len(pages))
@@ -235,19 +215,12 @@ class HostTier:
     def _check(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         if len(pages) == 0 or len(slots) != len(pages) * self.pool.page_size:
             raise ValueError(
-                f"{len(slots)} slots for {len(pages)} pages of {self.pool.page_size} tokens; pass a slot for each token of "
-                "at least one page"
+                f"{len(slots)} slots for {len(pages)} pages of {self.pool.page_size} tokens; pass a slot for each token of at least one page"
             )
         for name, tensor, device in (("slots", slots, self._device), ("pages", pages, torch.device("cpu"))):
             if tensor.dtype != torch.int64 or tensor.device != device:
                 raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
         self.pool.pages.check_owned(pages)
-
-
-def _record_use(stream: CopyStream, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
-    stream.uses(slots)
-    if blocks is not None:
-        stream.uses(blocks.slots)
 
 
 @dataclass
@@ -280,9 +253,8 @@ class HostLinkBandwidth:
         self.seconds += seconds
 
     def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: TransferTracker) -> float:
-        """Store and load the KV in ``slots``, wait for it, and return the measured bandwidth.
+        """Store and load the KV in ``slots``, which may repeat, wait for it, and return the measured bandwidth. With more, launches count less.
 
-        The second of two loads counts, because the first waits for compilers. Slots may repeat. With more slots, the launches count less.
         Raises :class:`TransferError` if the host has too few free pages, or the loaded KV differs from the stored KV.
         """
         pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
@@ -291,6 +263,7 @@ class HostLinkBandwidth:
                 f"{len(slots)} tokens do not fit in the {tier.pool.pages.free_pages} free pages of host memory; measure with "
                 "fewer slots, or raise --kv-host-gb"
             )
+        # The second load counts: the first waits for compilers.
         try:
             for transfer in (tier.store(slots, pages), tier.load(pages, slots), last := tier.load(pages, slots)):
                 arrivals.wait(transfer)

@@ -1,6 +1,6 @@
 """Transfers between device and host: the streams of their copies, launches at once or later, and completion on all tensor-parallel ranks.
 
-Each rank copies its heads' part of the same pages, and finishes at its own time. The ranks' trees must stay equal. So a transfer counts as done when
+Each rank copies its heads' part of the same pages, at its own speed, and the ranks' trees must stay equal. So a transfer counts as done when
 all ranks have reported it. If a loaded page differs on one rank, all ranks drop it.
 """
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,10 +20,7 @@ from sglang_ext.device import Mark
 
 
 class CopyStream:
-    """A stream in addition to the current one. The kernels of an urgent one are scheduled before waiting kernels of forwards.
-
-    On a CPU there is no stream, and work runs in the calling thread.
-    """
+    """A stream in addition to the current one. Kernels of an ``urgent`` one precede waiting kernels of forwards. On a CPU, work runs at once."""
 
     def __init__(self, device: torch.device, urgent: bool) -> None:
         self.device = device
@@ -42,10 +40,11 @@ class CopyStream:
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark.event)
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of another stream's tensor from being reused before this stream has finished with it."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
+    def uses(self, *tensors: torch.Tensor | None) -> None:
+        """Keep the memory of other streams' tensors from being reused before this stream has finished with it."""
+        for tensor in tensors:
+            if self.stream is not None and tensor is not None:
+                tensor.record_stream(self.stream)
 
 
 class DoubleBuffer:
@@ -90,12 +89,10 @@ class DoubleBuffer:
 
 
 class LastTransfers:
-    """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began.
-
-    ``running`` has the marks at the end of transfers that may not have ended, by number.
-    """
+    """The last transfer of each of ``pages`` pages in one direction. The transfers of a direction end in the order in which they began."""
 
     def __init__(self, pages: int) -> None:
+        # The ends of transfers that may not have ended, by number.
         self.running: dict[int, Mark] = {}
         self._number, self._count = np.zeros(pages, np.int64), 0
 
@@ -133,10 +130,7 @@ class TransferOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedTransfer:
-    """A transfer in progress, from ``start`` to ``end``, of ``size`` bytes.
-
-    ``wrong``, bool [pages] on the host, is valid from ``end`` on: the checksum differs from the store's. None for a store.
-    """
+    """A transfer in progress, of ``size`` bytes. ``wrong``, bool [pages] on the host, is valid from ``end`` on. None for a store."""
 
     start: Mark
     end: Mark
@@ -146,11 +140,9 @@ class LaunchedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A transfer between device slots and host pages. If it failed with an error, the next call raises the error.
+    """A transfer between device slots and host ``pages``, int64 [pages]. If it failed with an error, the next call raises the error.
 
-    Attributes:
-        size: Bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
-        pages: int64 [pages], host pages.
+    ``size`` is the bytes of full KV in its pages. A load may copy fewer (:attr:`TransferOutcome.size`).
     """
 
     size: int
@@ -199,15 +191,15 @@ class PendingLaunch(Future[LaunchedTransfer]):
 
 
 class DeferredLaunches:
-    """Runs launches in the order in which they were requested. All calls come from one thread."""
+    """An executor in the calling thread, which runs launches in the order in which they were submitted. All calls come from one thread."""
 
     def __init__(self) -> None:
         self._waiting: list[PendingLaunch] = []
         self._open = False
 
-    def begin(self, launch: Callable[[], LaunchedTransfer]) -> PendingLaunch:
-        """Run ``launch``. Inside :meth:`until_end` it runs later."""
-        pending = PendingLaunch(launch, self._run_all)
+    def submit(self, launch: Callable[..., LaunchedTransfer], *args: Any) -> PendingLaunch:
+        """Run ``launch`` with ``args``. Inside :meth:`until_end` it runs later."""
+        pending = PendingLaunch(partial(launch, *args), self._run_all)
         self._waiting.append(pending)
         if not self._open:
             self._run_all()
@@ -260,7 +252,7 @@ class TransferTracker:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> TransferOutcome:
-        """The longest time, the pages that came back changed on any rank, and the most bytes. Raises :class:`TransferError` if not done."""
+        """The longest time, pages that came back changed on any rank, and the most bytes. Raises :class:`TransferError` if it is not done."""
         if not self.done(transfer):
             raise TransferError(f"a transfer of {transfer.size} bytes is still in progress on some rank; ask once it is done")
         return self._known[transfer]

@@ -1,8 +1,8 @@
 """Running requests without full KV: the interface of mode lossy, which frees full KV that other KV replaces, and recomputing of lost KV.
 
-Full KV is lost if a load from the host has wrong checksums, if a cache rank's process ends, or if KV from another server does not
-arrive. The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with
-their output. If another server sends a request's KV, that server recomputes it, even if it is retracted only because slots are missing.
+Full KV is lost if a load from the host has wrong checksums, a cache rank's process ends, or KV from another server does not arrive.
+The requests free all their slots, wait in SGLang's queue as retracted requests do, and are prefilled again with their output. If
+another server sends a request's KV, that server recomputes it, even if it is retracted only because slots are missing.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-    from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
 
 
 class RecomputeSource(Protocol):
@@ -61,16 +60,10 @@ class SlotDemand:
 
 @dataclass
 class FreedFullKV(ABC):
-    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there.
-
-    Attributes:
-        nodes: The prefix tree.
-        prompts: State of prompts that attend to quantized KV. None if prompts attend to full KV.
-    """
+    """The full KV that one scheduler process has freed. Rows point to SGLang's padding page there. ``nodes`` is the prefix tree."""
 
     nodes: PrefixTree
     compressed_kv: "CompressedKVCache"
-    prompts: "QuantizedPrompts | None" = field(default=None, kw_only=True)
     # By row: positions of the request's own tokens without full KV, because it was freed or never written.
     _own: dict[int, range] = field(default_factory=dict, init=False)
 
@@ -95,10 +88,9 @@ class FreedFullKV(ABC):
 
     @abstractmethod
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """Free full KV that its replacement holds, at the start of a round of ``requests``.
+        """Free full KV that its replacement holds, at the start of a round of ``requests``, whose prompts the prefix tree owns.
 
-        The prefix tree already owns their prompts. ``compressed`` has those with compressed KV by row: the last node of the path, and the
-        number of tokens covered.
+        ``compressed`` has those with compressed KV by row: the last node of the path, and the number of tokens covered.
         """
 
     @abstractmethod
@@ -111,43 +103,40 @@ class FreedFullKV(ABC):
 
     @abstractmethod
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """Pool slots that each request will need, in order of admission, in addition to its prompt's full KV.
+        """Pool slots that each request will need in addition to its prompt's full KV, in order of admission.
 
-        Each comes with the maximum number of tokens left to generate. ``share`` of them is expected to be generated. Space that a request
-        takes outside the pool is not free for later ones.
+        Each comes with the maximum number of tokens left to generate. ``share`` of them is expected. Space that a request takes outside the
+        pool is not free for later ones.
         """
 
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which has ended."""
         self._own.pop(row, None)
-        if self.prompts is not None:
-            self.prompts.forget(row)
 
     def clear(self) -> None:
         """Remove all requests. The pool is being cleared."""
         self._own.clear()
-        if self.prompts is not None:
-            self.prompts.clear()
 
     def on_admitted(self, req: "Req") -> None:
-        """Hold the quantized KV that a waiting request attends to. It begins in the next forward."""
-        if self.prompts is not None:
-            self.prompts.hold(req)
+        """Record that a waiting request begins in the next forward."""
 
     def peak_slots(self, req: "Req", rest: int) -> int:
         """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
-        return rest if self.prompts is None else self.prompts.peak_slots(req, rest)
+        return rest
 
     def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
         """Whether a prompt attends to all quantized-only KV on the path to ``best`` directly, so that it needs no slots for it."""
-        return self.prompts is not None and self.prompts.reads_quantized(req, best)
+        return False
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """Prepare the next tokens of ``prompts``, each with the arguments of :meth:`QuantizedPrompts.begin`."""
+        """Prepare the next tokens of admitted ``prompts``, which have a row, and slots for the tokens.
+
+        Each comes with its number of tokens that were in the tree at its arrival, and of tokens before the next ones, which the tree owns.
+        """
 
     def block_slots(self, row: int) -> torch.Tensor | None:
-        """Slots of the quantized blocks that a prompt attends to, as :meth:`QuantizedPrompts.codes`. None if it attends to full KV."""
-        return None if self.prompts is None else self.prompts.block_slots(row)
+        """Slots of the blocks after the sinks that a prompt attends to: int64, whole blocks. None if it attends to full KV."""
+        return None
 
     def can_insert(self, row: int) -> bool:
         """Whether a finished request's prompt may enter the tree: its row points to all full KV that the tree lacks."""
@@ -155,7 +144,7 @@ class FreedFullKV(ABC):
 
     def is_lost(self, row: int) -> bool:
         """Whether a request lacks full KV and its replacement, so that it must be recomputed."""
-        return self.prompts is not None and self.prompts.is_lost(row)
+        return False
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
         """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
@@ -177,32 +166,25 @@ def lost_requests(batch) -> list[int]:
 
 
 def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, list]:
-    """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough.
-
-    Returns the retracted requests, SGLang's new estimate of the new token ratio, and the requests to abort.
-    """
+    """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough."""
     providers = [each for each in (batch.tree_cache.early, batch.tree_cache.freed_full_kv) if each is not None]
     sent = {req.rid: each.recompute_source(req.req_pool_idx) for req in batch.reqs for each in providers}
-    retracted, ratio, aborted = _retract(original, batch, server_args)
+    lost, aborted = lost_requests(batch), []
+    retracted = [batch.reqs[i] for i in lost]
+    if lost:
+        rest = [i for i in range(len(batch.reqs)) if i not in lost]
+        for i in lost:
+            batch.release_req(i, len(rest), server_args)
+        batch.tree_cache.recomputed += len(lost)
+        batch.filter_batch(keep_indices=rest)
+    if lost and (not batch.reqs or batch.check_decode_mem()):
+        ratio = NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs)
+    else:
+        more, ratio, aborted = original(batch, server_args)
+        retracted += more
     again = [req for req in retracted if sent.get(req.rid) is not None]
     for req in again:
         # SGLang saved its KV on the CPU to resume with it.
         del req.kv_cache_cpu
         sent[req.rid].prefill_again(req)
     return [req for req in retracted if req not in again], ratio, aborted
-
-
-def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]:
-    lost = lost_requests(batch)
-    if not lost:
-        return original(batch, server_args)
-    rest = [i for i in range(len(batch.reqs)) if i not in lost]
-    retracted = [batch.reqs[i] for i in lost]
-    for i in lost:
-        batch.release_req(i, len(rest), server_args)
-    batch.tree_cache.recomputed += len(lost)
-    batch.filter_batch(keep_indices=rest)
-    if not batch.reqs or batch.check_decode_mem():
-        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
-    more, ratio, aborted = original(batch, server_args)
-    return [*retracted, *more], ratio, aborted

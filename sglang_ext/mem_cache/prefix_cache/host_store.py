@@ -1,8 +1,8 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
-A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV. A page on the host is stored
-as its residual and its anchor (host_tier/page_copies.py). While the segment with which it was stored is on the device, a load transfers only
-the residual, afterwards both. Another segment may have been packed from other bits, even if it covers the same tokens.
+A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV, which is stored as its residual and its
+anchor (host_tier/page_copies.py). While that segment is on the device, a load transfers only the residual, afterwards both. Another
+segment may have been packed from other bits, even if it covers the same tokens.
 """
 
 import heapq
@@ -26,12 +26,9 @@ from sglang_ext.mem_cache.prefix_cache.segments import PageSegments, Segment, di
 
 @dataclass(frozen=True)
 class Anchoring:
-    """How segments of one method are anchors of host pages.
+    """How segments of ``method`` are anchors of host pages of ``page_size`` tokens, which are whole blocks.
 
-    Attributes:
-        method: Name of the method, whose segments keep all tokens in packed blocks.
-        page_size: Tokens per page, a multiple of a block's.
-        packing: Layout of the blocks. Its sinks are whole pages that no segment covers.
+    They keep all tokens in blocks, laid out as in ``packing``. Its sinks are whole pages that no segment covers.
     """
 
     method: str
@@ -64,7 +61,7 @@ class Anchoring:
     def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
         """Return the blocks of each page of ``nodes``, one node after another. None if there are no blocks."""
         of_pages = [node.anchors or (None,) * (len(node.key) // self.page_size) for node in nodes]
-        segments = distinct_segments(tuple(chain.from_iterable(of_pages)))
+        segments, page_slots = distinct_segments(tuple(chain.from_iterable(of_pages))), self.packing.packed_slots(self.page_size)
         if not segments:
             return None
         parts = []
@@ -72,25 +69,20 @@ class Anchoring:
             position = node.start
             for segment, pages in groupby(anchors):
                 count = len(list(pages))
-                parts.append(self._of_pages(segment, position, count, segments[0].slots))
+                if segment is None:
+                    parts.append(segments[0].slots.new_full((count, page_slots), -1))
+                else:
+                    first = (position - segment.start) // self.page_size * page_slots
+                    parts.append(segment.slots[first : first + count * page_slots].view(count, page_slots))
                 position += count * self.page_size
         return PageBlocks(torch.cat(parts), torch.tensor([segment is not None for anchors in of_pages for segment in anchors]))
-
-    def _of_pages(self, segment: Segment | None, position: int, pages: int, like: torch.Tensor) -> torch.Tensor:
-        page_slots = self.packing.packed_slots(self.page_size)
-        if segment is None:
-            return like.new_full((pages, page_slots), -1)
-        first = (position - segment.start) // self.page_size * page_slots
-        return segment.slots[first : first + pages * page_slots].view(pages, page_slots)
 
 
 @dataclass
 class FaultInjector:
-    """Simulates host memory that loses bits, for tests: flips a bit of the first page before every ``every``-th load.
+    """Simulates lost bits, for tests: flips a bit of the first page before every ``every``-th load.
 
-    Attributes:
-        every: Loads per injected fault.
-        loads: Loads so far. It starts at the tensor-parallel rank, so that each rank has its fault in another load.
+    ``loads`` so far: it starts at the tensor-parallel rank, so that each rank has its fault in another load.
     """
 
     every: int
@@ -105,25 +97,19 @@ class FaultInjector:
 
 
 class HostStore:
-    """The KV of a tree's nodes that is stored on the host.
+    """The KV of a tree's nodes that is stored on the host. All calls come from one thread, and the trees of all ranks make the same calls.
 
-    All calls come from the thread that owns the tree. The trees of all ranks make the same calls.
-
-    Args:
-        priority: Priority of a node. Nodes with the lowest priority are dropped first.
-        allocate_slots: Returns this many device slots, int64, evicting from the tree if necessary. None if there are not enough.
-        anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
-        faults: Fault injection for tests. None otherwise.
-        on_load_start, on_load_done: Called with slots, int64 [tokens]: those that a load is about to write, and those of a completed load.
+    Nodes with the lowest ``priority`` are dropped first. ``allocate_slots`` returns this many device slots, int64, evicting from the tree if
+    necessary, or None. ``on_load_start`` and ``on_load_done`` get slots, int64 [tokens], that a load is about to write, or has written.
+    Raises ValueError if the tier's page size differs from the tree's.
 
     Attributes:
-        arrivals: Tracks which transfers are done.
-        link: Measured bandwidth of loads.
+        anchoring: Which segments are anchors of pages stored as residuals. None stores pages whole.
+        faults: Fault injection for tests. None otherwise.
+        arrivals, link: Which transfers are done, and the measured bandwidth of loads.
         stored_bytes: Bytes of full KV stored to the host so far.
         loaded_bytes, restored_bytes: Bytes transferred by completed loads so far, and bytes of full KV that they produced.
         failed_pages: Host pages dropped so far because their KV came back changed.
-
-    Raises ValueError if the tier's page size differs from the tree's.
     """
 
     def __init__(
@@ -144,6 +130,7 @@ class HostStore:
                 f"{tier.pool.page_size}, so that nodes are whole host pages"
             )
         self.nodes, self.tier, self.anchoring, self.faults = nodes, tier, anchoring, faults
+        nodes.host_pages = tier.pool.pages
         self._priority, self._allocate_slots = priority, allocate_slots
         self._on_load_start, self._on_load_done = on_load_start, on_load_done
         self.arrivals, self.link = TransferTracker(ranks), HostLinkBandwidth()
@@ -158,7 +145,7 @@ class HostStore:
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` on the host, if it is not there yet, and return the transfer that stores it. Its device slots stay.
+        """Store the KV of ``node`` on the host, unless it is there, and return the transfer that stores it. Its device slots stay.
 
         Returns None if the host is full even after it dropped unneeded nodes. Raises ValueError if the node's KV is not on the device.
         """
@@ -180,7 +167,7 @@ class HostStore:
             self._store(node, node.host_value, anchors)
 
     def _store(self, node: TieredNode, pages: torch.Tensor, anchors: PageSegments) -> None:
-        self.nodes.set_host(node, pages, self.tier.pool.pages, anchors)
+        self.nodes.set_host(node, pages, anchors)
         node.store = self.tier.store(node.value, pages, self._blocks([node]))
         for segment in distinct_segments(anchors):
             segment.stored = node.store
@@ -197,10 +184,7 @@ class HostStore:
         return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def free_device_slots(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` if it :meth:`is_stored`, even while requests lock it. Return the number of freed slots.
-
-        The caller guarantees that no forward reads the slots any more. Rows of running requests that point to them are stale afterwards.
-        """
+        """Free the device slots, which no forward reads any more, of a node that :meth:`is_stored`, even a locked one. Return their number."""
         return self.nodes.free_value(node) if self.is_stored(node) else 0
 
     def is_stored(self, node: TieredNode) -> bool:
@@ -222,11 +206,10 @@ class HostStore:
         return pages.allocate(count)
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
-        """Copy the host's KV of ``nodes``, which are on one path, to device slots that the tree then owns, evicting if necessary.
+        """Copy the host's KV of ``nodes``, of one path, to device slots that the tree then owns, evicting if necessary.
 
-        The nodes count as on the device when the transfer is done and :meth:`collect_loads` has processed it. Only then may rows point to
-        them. Returns None and loads nothing if there are too few device slots. Raises ValueError if a node is not on the host, or has
-        device slots.
+        Rows may point to the nodes when :meth:`collect_loads` has processed the transfer. Returns None and loads nothing if there are too few
+        device slots. Raises ValueError if a node is not on the host, or has device slots.
         """
         for node in nodes:
             if node.host_value is None:
@@ -239,14 +222,6 @@ class HostStore:
         self.nodes.unlock(deepest)
         if slots is None:
             return None
-        load = self._load(nodes, slots)
-        for node, part in zip(nodes, slots.split(lengths)):
-            node.load = load
-            self.nodes.loading[node] = None
-            self.nodes.set_value(node, part)
-        return load
-
-    def _load(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         pages = torch.cat([node.host_value for node in nodes])
         if self.faults is not None:
             for node in nodes:
@@ -256,6 +231,10 @@ class HostStore:
         load = self.tier.load(pages, slots, self._blocks(nodes))
         for segment in distinct_segments(tuple(chain.from_iterable(node.anchors for node in nodes))):
             segment.loaded = load
+        for node, part in zip(nodes, slots.split(lengths)):
+            node.load = load
+            self.nodes.loading[node] = None
+            self.nodes.set_value(node, part)
         return load
 
     def finish(self, load: Transfer) -> int:
@@ -264,12 +243,10 @@ class HostStore:
         return self._complete(load)
 
     def collect_loads(self, stores: Iterable[Transfer] = ()) -> int:
-        """Process the completed loads. Their nodes are then on the device, except those whose KV came back changed.
+        """Process the completed loads, and return the number of dropped host pages. Checks ``stores`` for completion too.
 
-        Unlocked nodes with changed pages are dropped. Locked ones stay without KV (:attr:`TieredNode.is_void`) until their requests end or
-        provide it again. No match reaches the nodes below them. Requests whose paths contain them must be recomputed.
-
-        Returns the number of dropped host pages. Checks ``stores`` for completion too.
+        The nodes are then on the device. Nodes with changed pages are dropped if unlocked. Locked ones stay without KV
+        (:attr:`TieredNode.is_void`) until their requests end or provide it again. No match reaches the nodes below them.
         """
         loads = list(dict.fromkeys(node.load for node in self.nodes.loading))
         self.arrivals.update([*loads, *stores])
@@ -285,7 +262,9 @@ class HostStore:
             wrong = torch.tensor(failed)
             for node in list(self.nodes):
                 if node.host_value is not None and len(places := torch.isin(node.host_value, wrong).nonzero()):
-                    self._lose(node, int(places[0]))
+                    if first := int(places[0]):
+                        self.nodes.split(node, first * self.nodes.page_size)
+                    self._lose(node)
         loaded = [node for node in self.nodes.loading if node.load is load]
         for node in loaded:
             node.load = None
@@ -294,25 +273,15 @@ class HostStore:
             self._on_load_done(torch.cat([node.value for node in loaded]))
         return len(failed)
 
-    def _lose(self, node: TieredNode, page: int) -> None:
-        """Drop a node's KV on the host from its ``page`` on, and what depends on it."""
-        if page:
-            self.nodes.split(node, page * self.nodes.page_size)
-        self._strip(node)
-        if node.is_void:
-            self._lose_with_below(node)
-
-    def _lose_with_below(self, node: TieredNode) -> None:
-        """Drop an unlocked node. Drop the KV of a locked one on the host, and treat the nodes below it alike."""
-        if node.lock_ref == 0:
-            self.nodes.drop(node)
-            return
-        self._strip(node)
-        for child in list(node.children.values()):
-            self._lose_with_below(child)
-
-    def _strip(self, node: TieredNode) -> None:
-        """Drop a node's KV on the host, and the device slots of an unfinished load from it."""
+    def _lose(self, node: TieredNode, is_unreachable: bool = False) -> None:
+        """Drop a node's KV on the host. If that leaves nothing, drop the node, or, while it is locked, the KV of the nodes below alike."""
         if node.load is not None:
             self.nodes.free_value(node)
         self.nodes.free_host(node)
+        if not (is_unreachable or node.is_void):
+            return
+        if node.lock_ref == 0:
+            self.nodes.drop(node)
+            return
+        for child in list(node.children.values()):
+            self._lose(child, is_unreachable=True)

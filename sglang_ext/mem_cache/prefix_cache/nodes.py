@@ -19,19 +19,17 @@ if TYPE_CHECKING:
 
 
 class TieredNode(TreeNode):
-    """Tokens ``[start, end)`` of every path through the node, in whole pages.
+    """Tokens ``[start, end)`` of every path through the node, in whole pages. Only the tree writes the fields.
 
     SGLang's field ``value`` is int64 [tokens], slots on the device. ``host_value`` is int64 [tokens / page_size], pages of the host tier.
-    Each is None if the KV is not there. Only the tree writes the fields.
+    Each is None if the KV is not there.
 
     Attributes:
-        start: Tokens before it on its path.
-        host_pages: The allocator of the pages in ``host_value``.
         segments: Compressed chunks that end in it.
-        store: The transfer that writes ``host_value``. It may be in progress.
+        store: The transfer that writes ``host_value``. The node's KV is on the host completely when it is done.
         load: The transfer that writes ``value``, until its checksums are compared. None if ``value`` holds exact KV.
         anchors: For each page on the host, the segment with which a load transfers fewer bytes (host_store.py).
-        replacing_segments: The segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
+        replacing_segments: Segments that replace its full KV when that is freed (quantized_only.py). () if they do not cover it, or must not.
         dropped: Whether it was removed from the tree.
     """
 
@@ -41,7 +39,6 @@ class TieredNode(TreeNode):
     def __init__(self, start: int, priority: int = 0) -> None:
         super().__init__(priority=priority)
         self.start = start
-        self.host_pages: "HostPages | None" = None
         self.segments: list[Segment] = []
         self.store: "Transfer | None" = None
         self.load: "Transfer | None" = None
@@ -76,10 +73,7 @@ class TieredNode(TreeNode):
 
     @property
     def is_device_leaf(self) -> bool:
-        """Whether its device slots may be evicted next.
-
-        It is unlocked, and either segments replace its full KV, or no child has device slots or such segments.
-        """
+        """Whether its slots may be evicted next: it is unlocked, and segments replace its full KV, or no child has slots or such segments."""
         if self.value is None or self.lock_ref:
             return False
         return bool(self.replacing_segments) or all(child.value is None and not child.replacing_segments for child in self.children.values())
@@ -89,37 +83,11 @@ class TieredNode(TreeNode):
         """Whether the host may drop it: it is unlocked, has no device slots and no children."""
         return self.value is None and self.host_value is not None and self.lock_ref == 0 and not self.children
 
-    def split_tiers(self, upper: "TieredNode", tokens: int, page_size: int) -> None:
-        """Move the first ``tokens``, whole pages, of its slots and host pages to ``upper``.
-
-        A segment that crosses the cut stays with the lower node: it is valid on every path through this node.
-        """
-        if self.value is not None:
-            upper.value, self.value = self.value[:tokens].clone(), self.value[tokens:].clone()
-        if self.host_value is not None:
-            pages, anchors = tokens // page_size, self.anchors
-            upper.host_value, self.host_value = self.host_value[:pages].clone(), self.host_value[pages:].clone()
-            set_anchors(upper, anchors[:pages])
-            set_anchors(self, anchors[pages:])
-        upper.store, upper.load, upper.host_pages = self.store, self.load, self.host_pages
-        self.start += tokens
-        for segment in [segment for segment in self.segments if segment.end <= self.start]:
-            self.segments.remove(segment)
-            upper.segments.append(segment)
-            segment.node = upper
-
     def await_transfers(self) -> None:
         """Make the current stream wait for transfers that read or write its device slots."""
         for transfer in (self.store, self.load):
             if transfer is not None:
                 transfer.wait()
-
-    def free_pages(self) -> None:
-        """Free its host pages, if it has any."""
-        if self.host_value is not None:
-            set_anchors(self, ())
-            self.host_pages.free(self.host_value)
-            self.host_value = self.host_pages = self.store = None
 
 
 class SharedPrefix(NamedTuple):
@@ -156,19 +124,17 @@ class PrefixTree:
 
     Attributes:
         root: Counts as on the device and on the host, and is always locked, as in SGLang.
-        leaves: Nodes whose device slots may be evicted next.
-        host_leaves: Nodes that the host may drop.
+        leaves, host_leaves: Nodes whose device slots may be evicted next, and nodes that the host may drop.
         quantized_only: Nodes with quantized-only KV.
-        loading: Nodes whose KV is being loaded to the device, in the order in which their loads began. All ranks have the same order.
-        evictable: Device slots of unlocked nodes.
-        protected: Device slots of locked nodes.
+        loading: Nodes whose KV is being loaded to the device, in the order in which their loads began, which is that of all ranks.
+        evictable, protected: Device slots of unlocked nodes, and of locked nodes.
+        host_pages: The allocator of the nodes' host pages. None without a host tier.
         changed: Whether a node changed since the last check of the tree (tree_integrity.py).
     """
 
-    def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, segments: Segments, removed: Callable[[TieredNode], None]
-    ) -> None:
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, page_size: int, segments: Segments, removed: Callable[[TieredNode], None]) -> None:
         self.allocator, self.page_size, self.segments, self._removed = allocator, page_size, segments, removed
+        self.host_pages: "HostPages | None" = None
         self.changed = False
         self._begin()
 
@@ -191,15 +157,14 @@ class PrefixTree:
         """Remove all nodes and segments, after their transfers. Frees host pages, but not device slots: SGLang clears its pool."""
         for node in self:
             node.await_transfers()
-            node.free_pages()
+            self.free_host(node)
         self.segments.clear()
         self._begin()
 
     def walk(self, key: RadixKey, split_at: Callable[[int], int] = lambda tokens: tokens) -> list[TieredNode]:
         """Return the nodes of the longest path that is a prefix of ``key``, in whole pages. The last node is split where the key diverges.
 
-        ``split_at`` returns the position at which a node is split, given that of the divergence. A node without full KV is split where its
-        segments can be split, which may be earlier.
+        ``split_at`` returns the position of the split, given that of the divergence. It is earlier where segments of a quantized-only node end.
         """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
@@ -222,10 +187,7 @@ class PrefixTree:
         return nodes
 
     def _split_node(self, node: TieredNode, tokens: int) -> list[TieredNode]:
-        """Split ``node`` and return the new nodes above it that hold its first ``tokens``.
-
-        Without segments that is one node. With segments, a node that ends with a block, if any, then a node with full KV only, if any.
-        """
+        """Split ``node`` and return the nodes that hold its first ``tokens``: one that ends with a block, then one with full KV only, or either."""
         if not node.replacing_segments:
             return [self.split(node, tokens)]
         parts, at = [], node.start + tokens
@@ -245,10 +207,22 @@ class PrefixTree:
         upper.hit_count, upper.lock_ref, upper.last_access_time = child.hit_count, child.lock_ref, child.last_access_time
         upper.parent, upper.key = child.parent, key[:tokens]
         upper.parent.children[key.child_key(self.page_size)] = upper
-        child.split_tiers(upper, tokens, self.page_size)
+        upper.store, upper.load = child.store, child.load
+        if child.value is not None:
+            upper.value, child.value = child.value[:tokens].clone(), child.value[tokens:].clone()
+        if child.host_value is not None:
+            pages, anchors = tokens // self.page_size, child.anchors
+            upper.host_value, child.host_value = child.host_value[:pages].clone(), child.host_value[pages:].clone()
+            set_anchors(upper, anchors[:pages])
+            set_anchors(child, anchors[pages:])
         upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, tokens, self.page_size)
-        child.parent, child.key = upper, key[tokens:]
+        child.start, child.parent, child.key = upper.end, upper, key[tokens:]
         upper.children[child.key.child_key(self.page_size)] = child
+        # A segment that crosses the cut stays with the lower node: it is valid on every path through that node.
+        for segment in [segment for segment in child.segments if segment.end <= child.start]:
+            child.segments.remove(segment)
+            upper.segments.append(segment)
+            segment.node = upper
         if child.load is not None:
             self.loading[upper] = None
         if self.segments.blocks is not None:
@@ -265,12 +239,12 @@ class PrefixTree:
         self.set_value(node, slots)
         return node
 
-    def add_on_host(self, parent: TieredNode, key: RadixKey, pages: torch.Tensor, of: "HostPages", store: "Transfer") -> TieredNode:
+    def add_on_host(self, parent: TieredNode, key: RadixKey, pages: torch.Tensor, store: "Transfer") -> TieredNode:
         """Add a node below ``parent`` that owns host ``pages``, int64 [pages of the key], which ``store`` has filled."""
         node = TieredNode(parent.end, priority=parent.priority)
         node.parent, node.key, node.store = parent, key, store
         parent.children[key.child_key(self.page_size)] = node
-        self.set_host(node, pages, of)
+        self.set_host(node, pages, ())
         self.update_eviction_sets(parent)
         return node
 
@@ -292,16 +266,19 @@ class PrefixTree:
         self.update_eviction_sets(node, node.parent)
         return len(slots)
 
-    def set_host(self, node: TieredNode, pages: torch.Tensor, of: "HostPages", anchors: PageSegments = ()) -> None:
+    def set_host(self, node: TieredNode, pages: torch.Tensor, anchors: PageSegments) -> None:
         """Let a node own host ``pages``, int64 [pages of the node], stored with ``anchors``."""
-        node.host_value, node.host_pages = pages, of
+        node.host_value = pages
         set_anchors(node, anchors)
         self.update_eviction_sets(node)
 
     def free_host(self, node: TieredNode) -> None:
         """Free a node's host pages, if it has any."""
-        node.free_pages()
-        self.update_eviction_sets(node)
+        if node.host_value is not None:
+            set_anchors(node, ())
+            self.host_pages.free(node.host_value)
+            node.host_value = node.store = None
+            self.update_eviction_sets(node)
 
     def drop(self, node: TieredNode) -> int:
         """Remove an unlocked node and all nodes below it, with their KV, unless dropped already. Return the number of freed slots."""
@@ -344,10 +321,7 @@ class PrefixTree:
         return self.evictable - before
 
     def unlock(self, node: TieredNode) -> int:
-        """Undo one :meth:`lock`, and drop nodes that no request locks any more and whose KV is lost.
-
-        Returns the change of the evictable slots, at least 0.
-        """
+        """Undo one :meth:`lock`, and drop unlocked nodes whose KV is lost. Return the change of the evictable slots, at least 0."""
         before, lost = self.evictable, []
         while node is not self.root:
             node.lock_ref -= 1
@@ -363,20 +337,14 @@ class PrefixTree:
         return delta
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
-        """Let the tree own ``segment``, which covers tokens of the path to ``node``, and its slots. It may be evicted until it has users.
-
-        Raises ValueError if ``node`` was dropped, and as :meth:`Segments.add`.
-        """
+        """Let the tree own ``segment``, of the path to ``node``. Raises ValueError as :meth:`Segments.add`, or if ``node`` was dropped."""
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
         self.segments.add(segment, path(node))
         self.update_eviction_sets(segment.node)
 
     def segments_to(self, last: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
-        """Return consecutive segments of ``method`` on the path to ``last``, from token ``start`` on, that end at or before ``length``.
-
-        Of segments that begin at one position, the one that ends last is used.
-        """
+        """Return consecutive segments of ``method`` to ``last``, from token ``start`` up to ``length``. Of those that begin alike, the longest."""
         farthest: dict[int, Segment] = {}
         for node in path(last):
             for segment in node.segments:

@@ -1,14 +1,12 @@
 """Mode lossy: frees full KV when compressed KV holds all of its tokens quantized, and restores it if a prompt needs it.
 
 Lossy mode verifies nothing, so packed full KV is needed only by prompts with the same prefix, and by methods that select tokens again. If a
-compression method packs all tokens, the prefix tree owns the packed blocks as segments. If segments cover a node without gaps
-(segments.py:tiling), its device slots are freed although requests lock it: its KV is *quantized-only*. Compressed KV keeps the first
-tokens, the newest tokens and a partial block exact, and these stay as full KV. A request's generated tokens stay until its compressed KV
-packs them, together with the last prompt tokens of the same block.
+compression method packs all tokens, the prefix tree owns the packed blocks as segments. If segments cover a node without gaps, its device
+slots are freed although requests lock it: its KV is *quantized-only*. The first tokens, the newest tokens and a partial block stay exact.
+A request's generated tokens stay until its compressed KV packs them, together with the last prompt tokens of the same block.
 
 A prompt that begins with quantized-only nodes gets slots for them, as for full KV on the host (``TieredRadixCache.init_load_back``). The
-tokens are dequantized into these slots before the next forward. Once its compressed KV reads the same segments, the slots are freed
-again. Prompts that attend to quantized KV free full KV while they are computed, and never restore it (prefix_cache/quantized_prompts.py).
+tokens are dequantized into them before the next forward. Once its compressed KV reads the same segments, the slots are freed again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
+from sglang_ext.mem_cache.prefix_cache.residency import Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
@@ -37,9 +35,7 @@ REFRESH_RESERVE_TOKENS = 12
 
 @dataclass
 class QuantizedOnlyKV(FreedFullKV):
-    """The quantized-only KV of one scheduler process: full KV that was freed because quantized blocks hold its tokens.
-
-    The prefix tree has no host tier.
+    """The quantized-only KV of one scheduler process, without host tier: full KV that was freed because quantized blocks hold its tokens.
 
     Attributes:
         packing: Layout of blocks in slots.
@@ -48,6 +44,7 @@ class QuantizedOnlyKV(FreedFullKV):
             :meth:`set_recompute_source`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
+        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: last node, and tokens covered.
     """
 
     packing: Packing
@@ -55,9 +52,9 @@ class QuantizedOnlyKV(FreedFullKV):
     recomputes: bool = True
     holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
+    computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
     # Full KV to restore before the next forward: slots of packed blocks, the first of their tokens, and slots to write.
     _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
@@ -67,39 +64,28 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         self.compressed_kv.on_segment_split(first, rest)
-        if self.prompts is not None:
-            self.prompts.on_segment_split(first, rest)
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """See :meth:`FreedFullKV.free_full_kv`. Compressed KV holds it."""
+        """Free full KV that compressed KV holds."""
         self._decoding = dict(compressed)
-        if self.prompts is not None:
-            self.prompts.on_decode_start(compressed)
         self._update()
         for row in compressed:
             if (holder := self.holders.by_row.get(row)) is not None:
                 # A request's generated tokens follow the tokens in the tree.
                 self._free_own_slots(row, holder.node.end, holder.covered)
 
-    def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
-        """See :meth:`FreedFullKV.begin_prompts`. Frees the full KV of the previous tokens if prompts attend to quantized KV."""
-        if self.prompts is not None:
-            for req, matched, known in prompts:
-                self.prompts.begin(req, matched, known)
-            self._update()
-
     def _update(self) -> None:
         """Free the tree's full KV of requests with compressed KV."""
-        running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
+        running = self._decoding | self.computed
         whole = {row: where for row, where in running.items() if self.can_lack_full_kv(row)}
-        for row, where in whole.items():
-            if self._shared.get(row) != where:
-                self._shared[row] = where
-                self._share_blocks(row, *where)
+        for row, (node, covered) in whole.items():
+            before = self.holders.by_row.get(row)
+            if before is None or (before.node, before.covered) != (node, covered):
+                self._share_blocks(row, node, covered)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
             # The last prompt tokens can share a block with the first generated ones. They are in no segment.
-            if node.value is not None and (node.replacing_segments or not node.children) and _is_unused(node, holders):
+            if node.value is not None and (node.replacing_segments or not node.children) and self.holders.replace(node):
                 self.nodes.free_value(node)
                 for holder in holders:
                     # To SGLang's padding page.
@@ -114,7 +100,6 @@ class QuantizedOnlyKV(FreedFullKV):
         self._recompute_sources[row] = source
 
     def recompute_source(self, row: int) -> RecomputeSource | None:
-        """See :meth:`FreedFullKV.recompute_source`."""
         return self._recompute_sources.get(row) if row in self._own else None
 
     def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
@@ -125,9 +110,7 @@ class QuantizedOnlyKV(FreedFullKV):
             tokens = segments.boundary(own, min(covered, node.end)) - start
             if tokens > 0:
                 method = self.compressed_kv.method(row).name
-                made = compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method)
-                self.nodes.attach(node, made)
-                segments.use(made)
+                self.nodes.attach(node, compressed.detach_blocks(tokens, self.packing.packed_slots(tokens), start + tokens, method))
         for segment in [segment for segment in compressed.segments if segment.node is not None]:
             self._align_nodes(segment, node)
 
@@ -149,21 +132,18 @@ class QuantizedOnlyKV(FreedFullKV):
                     nodes.split(node, cut - node.start)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, protected) if row in self.holders.by_row else 0
 
     def forget(self, row: int) -> None:
-        """See :meth:`FreedFullKV.forget`."""
         super().forget(row)
         self.holders.forget(row)
-        for kept in (self._decoding, self._shared, self._recompute_sources):
+        for kept in (self.computed, self._decoding, self._recompute_sources):
             kept.pop(row, None)
 
     def clear(self) -> None:
-        """See :meth:`FreedFullKV.clear`."""
         super().clear()
         self.holders.clear()
-        for kept in (self._decoding, self._shared, self._recompute_sources, self._pending):
+        for kept in (self.computed, self._decoding, self._recompute_sources, self._pending):
             kept.clear()
 
     @property
@@ -174,11 +154,8 @@ class QuantizedOnlyKV(FreedFullKV):
     def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
         """Allocate device slots for quantized-only ``nodes`` of a locked path. :meth:`write_restored` fills them before the next forward.
 
-        ``allocate`` returns this many slots, int64, evicting if necessary, or None. Returns False and changes nothing if slots are missing,
-        or if prompts attend to quantized KV: a request that cannot read it recomputes the prefix.
+        ``allocate`` returns this many slots, int64, evicting if necessary, or None. False, and no change, if slots are missing.
         """
-        if self.prompts is not None:
-            return False
         segments, lengths = {segment: None for node in nodes for segment in node.replacing_segments}, [len(node.key) for node in nodes]
         for segment in segments:
             # Protects them from eviction for the slots that they will fill.
@@ -204,22 +181,21 @@ class QuantizedOnlyKV(FreedFullKV):
         self._pending.clear()
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         compressed = self.compressed_kv.get(row)
         return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._recompute_sources)
 
     def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""
+        begin, step = self.packing.sinks, self._split_tokens
+        return begin + (tokens - begin) // step * step if tokens > begin else tokens
+
+    @property
+    def _split_tokens(self) -> int:
+        """Tokens between the positions where segments can be split."""
         size, page = self.packing.block_tokens, self.nodes.page_size
-        blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
-        if self.prompts is not None:
-            # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
-            blocks = self.packing.unit // size
-        begin = self.packing.sinks
-        return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
+        return size * lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """See :meth:`FreedFullKV.slot_demands`."""
         return [self._demand(req, more, share) for req, more in requests]
 
     def _demand(self, req: "Req", more: int, share: float) -> SlotDemand:
@@ -228,7 +204,7 @@ class QuantizedOnlyKV(FreedFullKV):
         if method is None or (compressed is None and tokens < method.min_context):
             return SlotDemand(growth=share * more)
         # While its prompt is computed, its compressed KV covers at most the beginning.
-        if compressed is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
+        if compressed is None or req.req_pool_idx in self.computed:
             return self._prompt_demand(req, method, compressed, tokens, more, share * more)
         left = compressed.refresh_after - (tokens - method.recent)
         exact = tokens - compressed.covered
@@ -245,7 +221,10 @@ class QuantizedOnlyKV(FreedFullKV):
         """As :meth:`_demand`, for a request whose ``tokens`` are compressed once they are computed."""
         sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
-        segments = self._known_segments(req, method, covered) if compressed is None else []
+        segments: list[Segment] = []
+        if compressed is None and req.req_pool_idx is None and (matched := len(req.prefix_indices) + req.host_hit_length):
+            # Its compressed KV will begin with them.
+            segments = self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, sinks)
         known = segments[-1].end if segments else sinks if compressed is None else compressed.covered
         compressed_slots = sinks * (compressed is None) + method.packing.held_slots(method.num_kept(covered - known))
         new_segments = tuple(segment for segment in segments if not segment.users)
@@ -258,24 +237,14 @@ class QuantizedOnlyKV(FreedFullKV):
         return SlotDemand(compressed_slots, own_slots_freed, self._freed_nodes(req, sinks, covered), growth, new_segments)
 
     def _growth(self, method: "CompressionMethod", exact: int, own: int, left: int, more: int, expected: float) -> tuple[int, float]:
-        """Slots for the next refresh, while the full KV that it replaces still exists, and all slots that the remaining output needs.
-
-        The compressed KV does not cover ``exact`` tokens yet. The request owns ``own`` of them, the tree the others. The next refresh is in
-        ``left`` tokens. ``more`` and ``expected`` are the maximum and expected number of tokens left to generate.
-        """
+        """Slots for the next refresh, in ``left`` tokens, and all slots that the remaining output needs, of at most ``more`` tokens."""
         if not method.packs_all:
             return 0, expected
-        # If the output ends before the refresh, nothing is packed.
+        # While they are packed, their full KV still exists. If the output ends before the refresh, nothing is packed.
         taken = method.packing.held_slots(method.pack_after) if left <= max(more, REFRESH_RESERVE_TOKENS) else 0
+        # Of the ``exact`` tokens that the compressed KV does not cover yet, the request owns ``own``.
         packed = max(0, exact - method.recent) + expected
         return taken, max(method.share * packed, taken) + min(more, max(0, method.max_exact_tail - own))
-
-    def _known_segments(self, req: "Req", method: "CompressionMethod", covered: int) -> list[Segment]:
-        """Segments of the tree that the compressed KV of a waiting request will begin with."""
-        matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
-        if not matched:
-            return []
-        return self.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
     def _freed_nodes(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
         """Nodes on a request's path with full KV that its compressed KV over ``covered`` tokens replaces, with the slots freed of each."""
@@ -296,11 +265,6 @@ class QuantizedOnlyKV(FreedFullKV):
         child = node.children.get(rest.child_key(page)) if len(rest) else None
         end = node.end + (0 if child is None else child.key.match(rest, page_size=page))
         return end - max(node.end, self.max_node_end(end))
-
-
-def _is_unused(node: TieredNode, holders: list[Holder]) -> bool:
-    """Whether a node's device slots are unused: all requests that lock it read compressed KV instead."""
-    return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
 
 
 def _covered_later(method: "CompressionMethod", exact: int, more: int) -> int:

@@ -7,43 +7,38 @@ points to SGLang's padding page there. A request that decodes on full KV recompu
 compressed KV, its prefix segments are held for it, because eviction would free them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.nodes import PrefixTree, SharedPrefix, TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 
 
 @dataclass
-class QuantizedPrompts:
-    """The prompts of one scheduler process that attend to quantized KV.
+class QuantizedPrompts(QuantizedOnlyKV):
+    """Quantized-only KV of one scheduler process whose prompts attend to quantized KV, at most ``chunk`` tokens per forward, if set."""
 
-    Attributes:
-        nodes: The prefix tree.
-        method_of: Returns the method that compresses a request. None if it decodes on full KV.
-        chunk: Maximum number of prompt tokens per forward. None for no limit.
-        computed: Prompts with compressed KV that do not decode yet, by row: the last node of their path, and the tokens covered.
-    """
-
-    nodes: PrefixTree
-    compressed_kv: "CompressedKVCache"
-    method_of: "Callable[[Req], CompressionMethod | None]"
     chunk: int | None = None
-    computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Segments held for prefixes: by request id from admission, then by row.
     _admitted: dict[str, list[Segment]] = field(default_factory=dict)
     _held: dict[int, list[Segment]] = field(default_factory=dict)
     # Rows that begin with slots of the padding page.
     _padded: set[int] = field(default_factory=set)
+
+    def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
+        """Free full KV that compressed KV holds. The prompts of decoding requests are computed."""
+        for row in compressed:
+            self.computed.pop(row, None)
+        super().free_full_kv(requests, compressed)
 
     def reads_quantized(self, req: "Req | None", best: TieredNode) -> bool:
         """Whether a request attends to all quantized-only KV on the path to ``best`` directly. If not, it recomputes that KV."""
@@ -54,7 +49,11 @@ class QuantizedPrompts:
         end = segments[-1].end if segments else 0
         return all(node.end <= end for node in path(best) if node.is_quantized_only)
 
-    def hold(self, req: "Req") -> None:
+    def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
+        """Restore nothing: a request that cannot read quantized KV recomputes the prefix."""
+        return False
+
+    def on_admitted(self, req: "Req") -> None:
         """Hold the segments of an admitted request's prefix, the path to its ``last_node``."""
         self._release(self._admitted.pop(req.rid, ()))
         segments = self._segments(req.last_node, self._packing_method(req) or self.compressed_kv.methods[0])
@@ -62,12 +61,13 @@ class QuantizedPrompts:
             self.nodes.segments.use(segment)
         self._admitted[req.rid] = segments
 
-    def begin(self, req: "Req", matched: int, known: int) -> None:
-        """Prepare the next tokens of an admitted request's prompt. It has its row, and slots for the tokens.
+    def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
+        """Compress the previous tokens of ``prompts``, and free their full KV."""
+        for req, matched, known in prompts:
+            self._begin_prompt(req, matched, known)
+        self._update()
 
-        ``matched`` prompt tokens were in the tree when the request arrived. ``known`` tokens are before the next ones: the tree owns them,
-        except a partial unit.
-        """
+    def _begin_prompt(self, req: "Req", matched: int, known: int) -> None:
         row, method = req.req_pool_idx, self._packing_method(req)
         if req.rid in self._admitted:
             self._held[row] = self._admitted.pop(req.rid)
@@ -90,7 +90,6 @@ class QuantizedPrompts:
             self.computed[row] = req.last_node, compressed.covered
 
     def block_slots(self, row: int) -> torch.Tensor:
-        """Slots of the blocks after the sinks that the request in ``row`` has in the pool: int64, whole blocks."""
         compressed = self.compressed_kv.get(row)
         if compressed is not None:
             return compressed.slots[: compressed.num_packed_slots]
@@ -98,7 +97,6 @@ class QuantizedPrompts:
         return torch.cat(held) if held else self.compressed_kv.token_table.new_empty(0, dtype=torch.int64)
 
     def peak_slots(self, req: "Req", rest: int) -> int:
-        """Maximum slots for full KV of a prompt's last ``rest`` tokens while they are computed, in addition to the slots that it has."""
         method = self._packing_method(req)
         if method is None or self.chunk is None:
             return rest
@@ -106,13 +104,14 @@ class QuantizedPrompts:
         chunks = 2 if req.req_pool_idx is None else 1
         return min(rest, chunks * self.chunk + method.unit)
 
-    def on_decode_start(self, rows: Iterable[int]) -> None:
-        """Handle that requests in these rows decode: their prompts are computed."""
-        for row in rows:
-            self.computed.pop(row, None)
+    @property
+    def _split_tokens(self) -> int:
+        # Chunks become segments before the next chunk is computed. These segments end at a page boundary.
+        return self.packing.unit // self.packing.block_tokens * self.packing.block_tokens
 
-    def on_segment_split(self, first: Segment, rest: Segment) -> None:
+    def _on_segment_split(self, first: Segment, rest: Segment) -> None:
         """Hold ``first``, which took the first blocks of ``rest``, for every request that holds ``rest``."""
+        super()._on_segment_split(first, rest)
         for segments in (*self._admitted.values(), *self._held.values()):
             if rest in segments:
                 segments.insert(segments.index(rest), first)
@@ -122,14 +121,13 @@ class QuantizedPrompts:
         return row in self._padded and self.compressed_kv.get(row) is None
 
     def forget(self, row: int) -> None:
-        """Remove the request in ``row``, which has ended."""
-        self.computed.pop(row, None)
+        super().forget(row)
         self._padded.discard(row)
         self._release(self._held.pop(row, ()))
 
     def clear(self) -> None:
-        """Remove all requests. The tree is being cleared."""
-        for kept in (self.computed, self._admitted, self._held, self._padded):
+        super().clear()
+        for kept in (self._admitted, self._held, self._padded):
             kept.clear()
 
     def _packing_method(self, req: "Req") -> "CompressionMethod | None":

@@ -1,11 +1,9 @@
 """Mode lossy with cache ranks: frees full KV when a rank holds it and compressed KV holds the rows that the attention heads read.
 
-Lossy mode verifies nothing, and later selections come from the rank. So this process no longer needs a request's full KV. At the start of a
-round the request's path in the prefix tree is unlocked. Its nodes remain as an ordinary prefix for other prompts, until their slots are
-needed. The request's own slots are freed: the end of its prompt, and generated tokens in the round after its compressed KV covers them.
-
-If the rank's process ends, the request is lost. Steps in progress keep the rows of their compressed KV and the newest tokens. Before the
-next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
+Lossy mode verifies nothing, and later selections come from the rank. So at the start of a round the request's path in the prefix tree is
+unlocked: its nodes remain as an ordinary prefix for other prompts. The request's own slots are freed: the end of its prompt, and
+generated tokens in the round after its compressed KV covers them. If the rank's process ends, steps in progress keep their rows. Before
+the next round the request is retracted and recomputed from its tokens (freed_full_kv.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RemoteOnlyKV(FreedFullKV):
-    """The remote-only KV of one scheduler process: full KV held by its cache ranks alone.
+    """The remote-only KV of one scheduler process: full KV held by its cache ``ranks`` alone, which exchange rows of compressed KV.
 
-    Attributes:
-        ranks: The cache ranks, which hold full KV and exchange rows of compressed KV.
-        method_of: Returns the method that will compress a waiting request. None if it stays on full KV.
-        tail: Maximum number of tokens after the compressed KV. Their slots are freed a round after they were computed.
+    ``method_of`` returns the method that will compress a waiting request, or None if it stays on full KV. ``tail`` is the maximum number of
+    tokens after the compressed KV. Their slots are freed a round after they were computed.
     """
 
     ranks: "AsyncSelector"
@@ -37,7 +33,7 @@ class RemoteOnlyKV(FreedFullKV):
     tail: int
 
     def free_full_kv(self, requests: "Sequence[Req]", compressed: Mapping[int, tuple[TieredNode, int]]) -> None:
-        """See :meth:`FreedFullKV.free_full_kv`. Cache ranks hold it."""
+        """Free full KV that cache ranks hold."""
         for req in requests:
             row, protected = req.req_pool_idx, req.cache_protected_len
             kv = self.compressed_kv.get(row)
@@ -56,19 +52,15 @@ class RemoteOnlyKV(FreedFullKV):
             self._free_own_slots(row, protected, kv.covered)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FreedFullKV.full_kv_start`."""
         return self.own_start(row, 0)
 
     def can_lack_full_kv(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_lack_full_kv`."""
         return row in self._own
 
     def can_insert(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.can_insert`."""
         return row not in self._own
 
     def is_lost(self, row: int) -> bool:
-        """See :meth:`FreedFullKV.is_lost`."""
         return row in self._own and self.ranks.is_lost(row)
 
     @property
@@ -77,14 +69,18 @@ class RemoteOnlyKV(FreedFullKV):
         return sum(own.stop for own in self._own.values())
 
     def slot_demands(self, requests: "Iterable[tuple[Req, int]]", share: float) -> list[SlotDemand]:
-        """See :meth:`FreedFullKV.slot_demands`. Requests are handed over in this order. If the ranks are full, full KV stays here."""
+        """Requests are handed over in the given order. If the ranks are full, full KV stays here."""
         free = self.ranks.free_blocks()
         return [self._demand(req, more, share, free) for req, more in requests]
 
     def _demand(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> SlotDemand:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         compressed = None if row is None else self.compressed_kv.get(row)
-        if method is None or (compressed is None and (tokens < method.min_context or not self._is_handed_over(row, tokens, free))):
+        if method is None or (compressed is None and tokens < method.min_context):
+            return SlotDemand(growth=share * more)
+        is_handed_over = compressed is not None or (row is not None and self.ranks.has_request(row))
+        # If it will be handed over, it takes its blocks from the free ones.
+        if not is_handed_over and not free.take(tokens):
             return SlotDemand(growth=share * more)
         covered = method.covered(tokens) if compressed is None else compressed.covered
         kept = method.num_kept(covered)
@@ -95,7 +91,3 @@ class RemoteOnlyKV(FreedFullKV):
         # The request will unlock its whole path. Nodes that no other request locks may then be evicted.
         path_slots_freed, own_slots_freed = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return SlotDemand(method.packing.held_slots(kept) if compressed is None else 0, own_slots_freed, path_slots_freed, growth)
-
-    def _is_handed_over(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
-        """Whether a request without compressed KV was handed over, or will be. In the second case it takes its blocks from ``free``."""
-        return (row is not None and self.ranks.has_request(row)) or free.take(tokens)

@@ -1,8 +1,7 @@
 """Running requests whose full KV may leave the device: which part of it is on the device, and how it is loaded back.
 
-A request that drafts on compressed KV needs its full KV for verification only. Its prompt is in the prefix tree. Nodes stored on the host
-may free their device slots while such requests run, and are loaded back before a verification (VeriCache, section 5). Nodes that other
-requests need stay: a node is dropped only if all requests that lock it are holders that draft.
+A request that drafts on compressed KV needs its full KV for verification only. Nodes of its prompt that are stored on the host may free
+their device slots, and are loaded back before a verification (VeriCache, section 5), if all requests that lock them draft so.
 """
 
 from collections.abc import Iterator
@@ -21,13 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Holder:
-    """A running request with compressed KV, called a holder below.
+    """A running request with compressed KV of ``covered`` tokens, called a holder below. It locks the path to ``node``.
 
-    Attributes:
-        node: The last node of its path in the prefix tree, which it locks.
-        covered: Tokens that its compressed KV covers. Nodes that reach beyond must stay.
-        pinned: Its full KV is being loaded, or is about to be read.
-        stale: Its row points to slots that were freed.
+    ``pinned``: its full KV is being loaded, or is about to be read. ``stale``: its row points to slots that were freed.
     """
 
     row: int
@@ -67,6 +62,11 @@ class Holders:
         self.by_row.clear()
         self.by_node.clear()
 
+    def replace(self, node: TieredNode) -> bool:
+        """Whether compressed KV replaces a node's full KV: all requests that lock it are holders, and their compressed KV covers it."""
+        holders = self.by_node[node]
+        return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
+
     def path(self, row: int) -> list[TieredNode]:
         """The nodes of the holder in ``row``, from the root's child down. Empty if there is no holder."""
         return path(self.by_row[row].node) if row in self.by_row else []
@@ -74,13 +74,10 @@ class Holders:
 
 @dataclass
 class Residency:
-    """The full KV of one scheduler process' holders.
+    """The full KV of one scheduler process' holders, which may leave the device.
 
-    Attributes:
-        host: The KV of the prefix tree's nodes on the host.
-        offload_at_once: Full KV leaves the device as soon as it is on the host. Otherwise it leaves when its slots are needed.
-        max_offloaded: Maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
-        holders: Requests whose full KV may leave.
+    With ``offload_at_once`` it leaves as soon as it is on the host. Otherwise it leaves when its slots are needed. ``max_offloaded`` is the
+    maximum number of requests whose full KV may be off the device when more requests wait. None for no limit.
     """
 
     host: "HostStore"
@@ -115,9 +112,7 @@ class Residency:
         if not compressed.own_packed or compressed.shared_len + compressed.own_tokens < compressed.covered or compressed.covered > node.end:
             return
         method = self.compressed_kv.method(holder.row).name
-        made = compressed.detach_blocks(compressed.own_tokens, compressed.own_packed, compressed.covered, method)
-        self.host.nodes.attach(node, made)
-        self.host.nodes.segments.use(made)
+        self.host.nodes.attach(node, compressed.detach_blocks(compressed.own_tokens, compressed.own_packed, compressed.covered, method))
 
     def collect_loads(self) -> None:
         """Process the loads and stores that have completed since the last call."""
@@ -158,13 +153,9 @@ class Residency:
         return freed
 
     def _droppable(self) -> list[TieredNode]:
-        return [node for node, holders in self.holders.by_node.items() if self._can_drop(node, holders)]
-
-    def _can_drop(self, node: TieredNode, holders: list[Holder]) -> bool:
-        """Whether nothing reads a node's device slots before they can be loaded again."""
-        if not holders or node.lock_ref != len(holders):
-            return False
-        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.host.is_stored(node)
+        """Nodes whose device slots nothing reads before they can be loaded again."""
+        unpinned = [node for node, holders in self.holders.by_node.items() if not any(holder.pinned for holder in holders)]
+        return [node for node in unpinned if self.holders.replace(node) and self.host.is_stored(node)]
 
     def _drop(self, node: TieredNode) -> int:
         freed = self.host.free_device_slots(node)
@@ -186,10 +177,7 @@ class Residency:
         return holder is not None and holder.stale
 
     def load(self, row: int) -> bool:
-        """Start loading a request's full KV to the device, and keep it there until :meth:`release`.
-
-        Returns False and loads nothing if slots are missing or the full KV is lost.
-        """
+        """Start loading a request's full KV, to keep it until :meth:`release`. False, and no load, if slots are missing or full KV is lost."""
         if self.is_lost(row):
             return False
         missing = [node for node in self.holders.path(row) if node.value is None]

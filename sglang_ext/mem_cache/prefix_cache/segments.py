@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Segment:
-    """A shared segment: compressed KV of tokens ``[start, end)`` of a path in the tree. It never changes.
+    """A shared segment: compressed KV of tokens ``[start, end)`` of a path in the tree, in whole pages. It never changes.
 
     Attributes:
-        start, end: Positions from the root, in whole pages.
         slots: int64, in SGLang's pool, whole pages. The tree owns them once the segment is attached.
         users: Running requests that read it.
-        node: The node that holds position ``end - 1``. None before the segment is attached, and after that node was dropped: requests may
-            still read the segment.
+        node: The node that holds position ``end - 1``. None before the segment is attached, and after that node was dropped.
         tokens: Tokens that it keeps.
         packed: Slots, from the beginning of ``slots``, that hold packed blocks (quantized_blocks.py). 0 if each slot holds a token.
         method: Name of the method that created it. Only compressed KV of this method may read it (compression_method.py).
@@ -57,11 +55,10 @@ PageSegments = tuple[Segment | None, ...]
 
 @dataclass
 class CompressedKV:
-    """The compressed KV of a request. Attention reads it instead of the full KV of the first ``covered`` tokens.
+    """The compressed KV of a request. Attention reads it instead of the full KV of the first ``covered`` tokens, whole pages.
 
     Attributes:
         own: int64 [own slots], slots in SGLang's KV pool that only this request reads, in whole pages.
-        covered: Tokens of the full KV, from the start of the context, that the compressed KV replaces; whole pages.
         segments: Parts that are shared with other requests; they follow the sinks. ``own`` holds the rest.
         tail_end: First position after ``covered`` for which the draft row has no slot yet; the code that extends the row sets it.
         method: Name of the method, after the compressor that selected the kept tokens; set when the slots are filled.
@@ -115,11 +112,11 @@ class CompressedKV:
         return self.num_packed_slots > 0 and kept == self.covered
 
     def detach_blocks(self, tokens: int, packed: int, end: int, method: str) -> Segment:
-        """Turn the first ``tokens`` own tokens, ``packed`` slots, into a segment that ends at token ``end``. The draft row does not change."""
+        """Turn the first ``tokens`` own tokens, ``packed`` slots, into a segment up to ``end`` that the request reads. Its draft row stays."""
         last = len(self.own) if tokens == self.own_tokens else self.sinks + packed
         slots, self.own = self.own[self.sinks : last].clone(), torch.cat([self.own[: self.sinks], self.own[last:]])
         self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
-        segment = Segment(self.shared_len, end, slots, tokens=tokens, packed=packed, method=method)
+        segment = Segment(self.shared_len, end, slots, users=1, tokens=tokens, packed=packed, method=method)
         self.segments.append(segment)
         return segment
 
@@ -139,11 +136,10 @@ class Segments:
     """All segments of one tree: their users, and the slots that could be freed.
 
     Attributes:
-        held_tokens: Slots of segments in use.
-        unused_tokens: Slots of the other segments, which may be evicted.
+        held_tokens, unused_tokens: Slots of segments in use, and of the other segments, which may be evicted.
         added: Segments added so far.
-        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), and a function to call after a split. It
-            gets the new segment, which took the first blocks, and the old one. Readers of the old one then read both. None if none do.
+        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), and a function to call after a split with
+            the new segment, which took the first blocks, and the old one. Readers of the old one then read both. None if no segments do.
     """
 
     def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:
@@ -246,15 +242,10 @@ class Segments:
         return segment.start + count * tokens
 
     def split(self, segment: Segment, position: int, owner: "TreeNode") -> None:
-        """Move the blocks of ``segment`` before ``position``, a boundary inside it, to a new segment attached to ``owner``.
-
-        No data is moved. Readers of ``segment`` then read both, one after the other.
-        """
+        """Move the blocks of ``segment`` before ``position``, a block boundary, to a new segment of ``owner``. Readers then read both."""
         tokens, slots, on_segment_split = self.blocks
         count = (position - segment.start) // tokens
-        first = Segment(
-            segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method
-        )
+        first = Segment(segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method)
         segment.start, segment.slots = position, segment.slots[count * slots :]
         segment.tokens, segment.packed = segment.tokens - count * tokens, segment.packed - count * slots
         owner.segments.append(first)
@@ -276,8 +267,7 @@ class Segments:
 
 
 def tiling(node: "TreeNode") -> tuple[Segment, ...]:
-    """Return the segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. Empty if the segments do not hold
-    all tokens."""
+    """The segments of ``node`` that hold all its tokens quantized, in order. The first may begin before it. () if they do not hold all."""
     found: list[Segment] = []
     begin = node.end
     while begin > node.start:

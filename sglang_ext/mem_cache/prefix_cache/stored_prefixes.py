@@ -336,7 +336,7 @@ class StoredPrefixes:
         if is_new:
             unused[(parent.end - fetch.begin) // size : (end - fetch.begin) // size] = False
             pool.pages.fill(used)
-            nodes.add_on_host(parent, rest, used, pool.pages, _ended_store(len(used) * pool.page_bytes, used))
+            nodes.add_on_host(parent, rest, used, _ended_store(len(used) * pool.page_bytes, used))
         if unused.any():
             pool.pages.free(fetch.host_pages[unused])
         for page in fetch.pages[:restored]:

@@ -3,9 +3,6 @@
 SGLang's page size is the unit throughout, and equals that of the host tier. A prefix match is a run of nodes that are ready on the device,
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can make ready. The second run contains nodes on the host, quantized-only
 nodes, and nodes on the device below one that is not. The match ends at the first node that is in neither tier and not quantized.
-
-This module has the methods that SGLang calls, and eviction from the device. The other parts of the tree are nodes.py, segments.py,
-host_store.py, residency.py, freed_full_kv.py with quantized_only.py or remote_only.py, quantized_prompts.py and tree_integrity.py.
 """
 
 import heapq
@@ -49,8 +46,7 @@ class TieredRadixCache(RadixCache):
     SGLang creates it. The worker calls :meth:`use_host` and :meth:`bind` before the first forward.
 
     Attributes:
-        nodes: The tree.
-        segments: Compressed chunks attached to the nodes.
+        nodes, segments: The tree, and compressed chunks attached to its nodes.
         host: The nodes' KV on the host. None if full KV is stored on the device only.
         stored: Prefixes in a prefix store. None if the server has none.
         residency: Running requests whose full KV may leave the device. None if it stays.
@@ -94,10 +90,8 @@ class TieredRadixCache(RadixCache):
     ) -> None:
         """Set the compressed KV of requests, and its features. For the other arguments see the attributes.
 
-        Args:
-            ended: Called with the row of a request that finished, was aborted or retracted, after its compressed KV was released.
-            inserts_outputs: Whether generated tokens enter the tree. In lossy mode only prompts do, because the KV of generated tokens
-                differs from that of the full cache.
+        ``ended`` gets the row of a request that finished, was aborted or retracted, after its compressed KV was released. With
+        ``inserts_outputs`` generated tokens enter the tree, not only prompts. In lossy mode their KV differs from that of the full cache.
         """
         self.compressed_kv, self._ended, self._inserts_outputs = compressed_kv, ended, inserts_outputs
         self.residency, self.early, self.freed_full_kv = residency, early, freed_full_kv
@@ -115,9 +109,7 @@ class TieredRadixCache(RadixCache):
         self.nodes.clear()
         super().reset()
         self.root_node = root = self.nodes.root
-        self._empty_match_result = self._empty_match_result._replace(
-            last_device_node=root, last_host_node=root, best_match_node=root
-        )
+        self._empty_match_result = self._empty_match_result._replace(last_device_node=root, last_host_node=root, best_match_node=root)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Return the longest prefix of the key that is in the tree.
@@ -146,9 +138,8 @@ class TieredRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TieredNode]:
         """Bring the part of a match that is not ready to the device, wait for it, and compare its checksums.
 
-        Returns slots of the tokens after the match's ``device_indices``, int64, up to the first one without slots or with changed pages,
-        and the node that they end in. A prompt that attends to quantized KV gets slots in SGLang's padding page for quantized-only nodes,
-        in the order of a page.
+        Returns slots of the tokens after the match's ``device_indices``, int64, up to the first one without slots or with changed pages, and the
+        node that they end in. For quantized-only nodes that a prompt attends to directly, these are slots in SGLang's padding page.
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
@@ -183,15 +174,12 @@ class TieredRadixCache(RadixCache):
             self.host.finish(load)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Insert the full KV of a finished request into the tree, free the rest, and unlock its path.
+        """Insert the full KV of a finished request, up to ``kv_len_to_handle`` tokens, into the tree, free the rest, and unlock its path.
 
-        The tree frees all slots that the request owns, and leaves none to SGLang. SGLang would free the slots that the row points to
-        from ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` this range begins at the first generated token. There the row may
-        point to slots of the tree (after a retraction) or to SGLang's padding page (full KV that was freed before).
-
-        The request owns the slots of its row from ``req.cache_protected_len`` on, up to ``req.kv.kv_allocated_len``. The first of them may
-        be freed already (quantized_only.py, remote_only.py). The tree owns those before, or freed them. With ``is_insert`` the KV of
-        ``kv_len_to_handle`` tokens may enter the tree.
+        The request owns the slots of its row from ``req.cache_protected_len`` up to ``req.kv.kv_allocated_len``. The first of them may be freed
+        already (freed_full_kv.py). The tree frees all, and leaves none to SGLang, which would free those that the row points to from
+        ``kv_len_to_handle`` on. With ``--strip-thinking-cache`` these begin at the first generated token, and may be the tree's (after a
+        retraction) or in SGLang's padding page (full KV that was freed before).
         """
         own, own_start, allocated, index = req.cache_protected_len, 0, req.kv.kv_allocated_len, req.req_pool_idx
         if self.stored is not None:
@@ -227,10 +215,10 @@ class TieredRadixCache(RadixCache):
             self.dec_lock_ref(req.last_node)
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """Let the tree own the full KV that a running request has so far, and lock its path. Then its row points to the tree's slots.
+        """Let the tree own the full KV that a running request has so far, lock its path, and point its row to the tree's slots.
 
-        Where the tree has freed device slots, the row keeps its old, stale slots: the code that freed them must load the KV before a
-        forward reads it. If the prefix cache is disabled, the next chunk starts after the tokens computed so far.
+        Where the tree has freed device slots, the row keeps stale slots: the code that freed them loads the KV before a forward reads it. If the
+        prefix cache is disabled, the next chunk starts after the tokens computed so far.
         """
         if self.disable:
             if chunked:
@@ -293,10 +281,7 @@ class TieredRadixCache(RadixCache):
     terminate_prefetch = release_aborted_request
 
     def unlock_path(self, req) -> None:
-        """Unlock the path of a request that no longer computes or reads, before it ends, so that other requests may take its full KV.
-
-        Afterwards its row may point to slots of other requests, and its KV never enters the tree.
-        """
+        """Unlock the path of a request that no longer computes or reads. Its row may then point to others' slots, and its KV enters no tree."""
         if self.disable or req.last_node is None or req.last_node is self.root_node:
             return
         self.dec_lock_ref(req.last_node)
@@ -309,14 +294,11 @@ class TieredRadixCache(RadixCache):
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
 
-    def _insert(
-        self, key: RadixKey, slots: torch.Tensor, own: int, priority: int, chunked: bool = False
-    ) -> tuple[TieredNode, list[tuple[int, int]]]:
-        """Make the tree hold the KV of ``key``, on the device from token ``own`` on.
+    def _insert(self, key: RadixKey, slots: torch.Tensor, own: int, priority: int, chunked: bool = False) -> tuple[TieredNode, list[tuple[int, int]]]:
+        """Make the tree hold the KV of ``key``. ``slots``, int64 [tokens], are the caller's from token ``own`` on.
 
-        ``slots``, int64 [tokens], are the caller's from ``own`` on. The tree takes those of nodes without device slots. Otherwise the
-        request's row would point to freed slots. Returns the node that the key ends in, and ``(start, end)`` of each range from ``own`` on
-        whose KV the tree already has.
+        The tree takes those of nodes without device slots. Otherwise the request's row would point to freed slots. Returns the node that the key
+        ends in, and ``(start, end)`` of each range from ``own`` on whose KV the tree already has.
         """
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
@@ -362,12 +344,11 @@ class TieredRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=evicted)
 
     def _evict(self, wanted: int) -> int:
-        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up. Return the number of freed slots.
+        """Free at least ``wanted`` slots, or all that can be freed, from the leaves up, and return their number.
 
-        Candidates are in the order of SGLang's eviction policy. A segment has the age of its node and is evicted before it. If the host
-        stores residuals, it is evicted after all nodes that it covers. If segments replace a node's full KV, that full KV is freed first,
-        and the node is dropped with the first of these segments. Otherwise, if the host has space, the node stays there. All other nodes
-        are dropped.
+        Candidates are in the order of SGLang's eviction policy. A segment has the age of its node and is evicted before it, but after all nodes
+        that it covers if the host stores residuals. If segments replace a node's full KV, that is freed first, and the node is dropped with the
+        first of them. Otherwise, if the host has space, the node stays there. All other nodes are dropped.
         """
         leaves, evicted = self.nodes.leaves, 0
         heap = [self._candidate(node, node.end, node.id) for node in leaves]

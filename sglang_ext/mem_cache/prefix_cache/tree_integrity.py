@@ -35,10 +35,7 @@ def check_when_idle(original: Callable, checker) -> None:
 
 
 def check(tree: PrefixTree) -> None:
-    """Check nodes and segments, in a pass over all slots. Do not call it between SGLang's ``free_group_begin`` and ``end``.
-
-    Raises :class:`IntegrityError`, which names the node and the fault.
-    """
+    """Check nodes and segments, in a pass over all slots, outside SGLang's ``free_group``. Raises :class:`IntegrityError`, naming the fault."""
     nodes = list(tree)
     for node in nodes:
         _check_links(tree, node)
@@ -131,8 +128,8 @@ def _check_owners(tree: PrefixTree, nodes: list[TieredNode]) -> None:
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
     for node, part in pages:
         try:
-            node.host_pages.check_owned(part)
-        except ValueError as error:  # HostPageError, whose module only servers with a host tier load
+            tree.host_pages.check_owned(part)
+        except ValueError as error:
             _require(False, node, str(error))
 
 

@@ -250,6 +250,11 @@ class StoredPage:
         if _checksum_of_all(tensors) != header.page_checksum:
             raise ObjectError(f"object {self.name}: the restored numbers are not those that were stored")
 
+    def release(self) -> None:
+        """Free the memory of the bytes that were read."""
+        self._header = None
+        self._first = self._anchors = self._residuals = torch.empty(0, dtype=torch.uint8)
+
     def _opened(self) -> ObjectHeader:
         if self._header is None:
             raise ObjectError(f"object {self.name} was not opened; fill its first range, and call open")

@@ -192,6 +192,7 @@ class PrefixStore:
         except Exception:
             logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
         finally:
+            page.release()
             run.note(index, restored)
 
     def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> bool:

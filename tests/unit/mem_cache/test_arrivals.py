@@ -1,7 +1,9 @@
 """Ranks that are done with their transfers at different times, and lose different pages, go on with the same tree."""
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from tiered_helpers import World, kv_of
 
 from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
+from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer, TransferError, TransferTracker
 from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.nodes import path
@@ -74,17 +77,36 @@ def test_one_rank_alone_looks_for_itself():
         arrivals.outcome(transfer())
 
 
-def slowed(world, seconds):
-    """Let each transfer of a world begin late."""
-    submit = world.tier._worker.submit
-    world.tier._worker.submit = lambda *args: (submit(threading.Event().wait, seconds), submit(*args))[1]
+@dataclass
+class Late:
+    """Blocks of pages whose slots are known late."""
+
+    seconds: float
+
+    @property
+    def slots(self):
+        time.sleep(self.seconds)
+        return torch.zeros(0, dtype=torch.int64)
+
+
+class SlowTier(HostTier):
+    """Each transfer begins late."""
+
+    seconds = 0.0
+
+    def store(self, slots, pages, blocks=None):
+        return super().store(slots, pages, Late(self.seconds))
+
+    def load(self, pages, slots, blocks=None):
+        return super().load(pages, slots, Late(self.seconds))
 
 
 def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
-        world, seen = World(), []
+        world, seen = World(host=False), []
+        world.tier = SlowTier(world.buffers, world.tier.pool)
+        world.tier.seconds = 0.02 * ranks.rank
         world.cache.use_host(world.tier, ranks=ranks, faults=FaultInjector(3, loads=ranks.rank))
-        slowed(world, 0.02 * ranks.rank)
         for turn in range(6):
             tokens = [*A, 20 + turn, 40 + turn]
             req = world.start(tokens)

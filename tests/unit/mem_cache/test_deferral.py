@@ -25,14 +25,14 @@ class Launches:
 
 def test_launches_run_at_once_outside_the_context_and_at_its_end_inside():
     deferral, launches = DeferredLaunches(), Launches()
-    deferral.begin(launches("now"))
+    deferral.submit(launches("now"))
     assert launches.ran == ["now"]
     with deferral.until_end():
         for name in "ab":
-            deferral.begin(launches(name))
+            deferral.submit(launches(name))
         assert launches.ran == ["now"]
     assert launches.ran == ["now", "a", "b"]
-    deferral.begin(launches("after"))
+    deferral.submit(launches("after"))
     assert launches.ran[-1] == "after"
 
 
@@ -40,7 +40,7 @@ def test_launches_run_at_once_outside_the_context_and_at_its_end_inside():
 def test_who_waits_for_a_transfer_inside_the_context_has_it_launched_after_those_before_it(need):
     deferral, launches = DeferredLaunches(), Launches()
     with deferral.until_end():
-        transfers = [Transfer(1, torch.tensor([0]), deferral.begin(launches(name))) for name in "abc"]
+        transfers = [Transfer(1, torch.tensor([0]), deferral.submit(launches(name))) for name in "abc"]
         assert not transfers[1].done
         need(transfers[1])
         assert launches.ran[:2] == ["a", "b"] and transfers[1].done
@@ -50,6 +50,6 @@ def test_who_waits_for_a_transfer_inside_the_context_has_it_launched_after_those
 def test_an_error_inside_the_context_does_not_keep_what_was_asked_for():
     deferral, launches = DeferredLaunches(), Launches()
     with pytest.raises(KeyError), deferral.until_end():
-        deferral.begin(launches("asked"))
+        deferral.submit(launches("asked"))
         raise KeyError
     assert launches.ran == ["asked"]

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 from argument_helpers import arguments
+from sglang.srt.configs.model_config import ModelConfig
+from transformers import Qwen3Config
 
 from sglang_ext import flag_checks
 from sglang_ext.config.options import ranks_per_host
 from sglang_ext.core import OptionError
-from sglang_ext.hooks import activation as hooking
-from sglang_ext.managers import served_methods
 from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
@@ -79,10 +78,10 @@ def test_a_system_without_control_groups_has_what_the_machine_has(tmp_path):
 
 
 def test_what_cannot_be_had_is_refused_in_one_line_with_limit_and_remedy(monkeypatch):
-    monkeypatch.setattr(AvailableMemory, "find", lambda: AvailableMemory(10 * GB, "12.0 GB by /sys/fs/cgroup/a/memory.max"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GB))
     host_memory.check(10 * GB)
     host_memory.check(5 * GB, ranks=2)
-    with pytest.raises(OptionError, match=r"asks for 11.0 GB .*; 10.0 GB are available \(12.0 GB by .*memory.max\): pass at most 10.0"):
+    with pytest.raises(OptionError, match=r"asks for 11.0 GB .*; 10.0 GB are available \(all that this machine has left\): pass at most 10.0"):
         host_memory.check(11 * GB)
     with pytest.raises(OptionError, match="asks for 4.0 GB .* each of 3 ranks, 12.0 GB together.*pass at most 3.3") as refused:
         host_memory.check(4 * GB, ranks=3)
@@ -90,17 +89,17 @@ def test_what_cannot_be_had_is_refused_in_one_line_with_limit_and_remedy(monkeyp
 
 
 @pytest.mark.parametrize(("ranks", "hosts", "here"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (3, 2, 2)])
-def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts, here):
-    monkeypatch.setattr(flag_checks.model_options, "check_model", lambda args: None)
-    monkeypatch.setattr(flag_checks.method_options, "check_methods", lambda args: None)
-    monkeypatch.setattr(flag_checks.method_options, "check_head_budgets", lambda args: None)
-    monkeypatch.setattr(served_methods, "check_files", lambda args: None)
-    monkeypatch.setattr(hooking, "check_hooks", lambda mode: None)
-    monkeypatch.setattr(flag_checks, "_warn_of_short_contexts", lambda args: None)
-    model = SimpleNamespace(
-        get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32, context_len=2048
-    )
-    args = arguments(kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1, chunked_prefill_size=2048, device="cpu")
+def test_flags_are_checked_for_all_ranks_of_this_host(tmp_path, ranks, hosts, here):
+    Qwen3Config(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=16, max_position_embeddings=2048,
+        torch_dtype="float32", architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    args = arguments(
+        kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1, chunked_prefill_size=2048, device="cpu",
+        model_path=str(tmp_path), attention_backend="torch_native",
+        cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="disabled"), decode=SimpleNamespace(backend="disabled")),
+    )  # fmt: skip
+    model = ModelConfig(str(tmp_path))
     args.get_model_config = lambda: model
     assert ranks_per_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):

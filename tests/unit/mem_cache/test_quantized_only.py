@@ -148,7 +148,7 @@ def test_without_room_for_all_the_match_ends_before_what_is_codes_alone():
     match = world.match(distinct(1, 401))
     assert match.host_hit_length > 300
     indices, last = world.bring(match)
-    assert len(indices) == last.end == SINKS and not world.codes._pending
+    assert len(indices) == last.end == SINKS and world.codes.restored_tokens == 0
     world.finish(held)
     world.check()
     world.empty()

@@ -24,7 +24,7 @@ def admitted(world, tokens):
     req.prefix_indices, req.last_node = torch.cat([match.device_indices, new]), last
     req.cache_protected_len = req.length = req.begun = len(req.prefix_indices)
     world.cache.inc_lock_ref(last)
-    world.codes.prompts.hold(req)
+    world.codes.on_admitted(req)
     req.req_pool_idx = world.table.free.pop()
     world.table.req_to_token[req.req_pool_idx, : req.length] = req.prefix_indices.int()
     world.running.append(req)
@@ -72,7 +72,7 @@ def test_a_chunks_full_kv_goes_as_the_next_one_begins():
     decode(world, req)
     assert world.compressed_kv.get(req.req_pool_idx).covered == SINKS + (900 - SINKS) // BLOCK * BLOCK > copy.covered
     assert world.compressed_kv.get(req.req_pool_idx).refresh_after > 900, "as a copy that is made of a whole prompt"
-    assert not world.codes.prompts.computed
+    assert not world.codes.computed
     world.check()
     world.empty()
 
@@ -114,12 +114,13 @@ def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_other
     world = Lossy(on_codes=True)
     leave_codes(world, distinct(1, 600))
     reading = admitted(world, distinct(1, 560) + distinct(2, 60))
-    expected = torch.cat([segment.slots[: segment.packed] for segment in world.codes.prompts._admitted[reading.rid]])
+    prefix = world.cache.nodes.segments_to(reading.last_node, reading.last_node.end, "int8", SINKS)
+    expected = torch.cat([segment.slots[: segment.packed] for segment in prefix])
     assert world.match(distinct(1, 140) + distinct(3, 60)).best_match_node.end == SINKS + 2 * BLOCK
     world.cache.evict(EvictParams(num_tokens=world.slots))
     world.check_owners()
     compute(world, reading, 600)
-    world.codes.prompts.computed.clear()
+    world.codes.computed.clear()
     found = world.codes.block_slots(reading.req_pool_idx)
     assert torch.equal(found, expected[: len(found)]) and len(found) == world.packing.packed_slots(reading.begun - SINKS)
     world.finish(reading, is_insert=False)
@@ -148,7 +149,7 @@ def test_who_lacks_full_kv_and_gets_no_copy_reads_the_codes_and_is_computed_agai
 def test_who_decodes_on_full_kv_computes_anew_what_is_codes_alone():
     world = Lossy(on_codes=True)
     leave_codes(world, distinct(1, 600))
-    world.codes.prompts.method_of = lambda req: None
+    world.codes.method_of = lambda req: None
     full = admitted(world, distinct(1, 300))
     assert full.begun == SINKS and world.match(distinct(1, 300)).best_match_node.end == 260
     compute(world, full, 300)

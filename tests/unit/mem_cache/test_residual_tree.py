@@ -106,7 +106,7 @@ def test_without_its_segment_a_node_comes_back_with_its_anchor():
     assert world.cache.segments.free(segment) == len(segment.slots) and node.anchors == ()
     world.check()
     whole = 6 * PAGE * world.buffers.bytes_per_slot
-    assert bytes_of(world, A) == short + 5 * world.tier._copies.residuals.anchor_bytes < whole
+    assert bytes_of(world, A) == short + 5 * world.packing.packed_slots(PAGE) * world.buffers.bytes_per_slot < whole
     # Another one that was packed of the same numbers is none of those that it was stored with.
     req = world.start(A)
     world.anchor(req)

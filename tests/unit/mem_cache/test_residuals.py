@@ -39,13 +39,17 @@ def made(dtype, bits=4, heads=1, dim=64, page=64, kinds=("normal",) * 2, seed=0,
     slots = 4 * tokens
     keys, values = (numbers(kind, (slots, heads, dim), dtype, noise) for kind in kinds)
     buffers = KVBuffers((0,), (1.0,), (keys,), (values,))
-    packing = Packing.for_pool(quantizer("lynx", bits), buffers, page)
+    packing = lynx(buffers, page, bits)
     order = torch.randperm(slots, generator=noise)
     sources, targets, blocks = order[:tokens], order[tokens : 2 * tokens], order[2 * tokens :][: packing.packed_slots(tokens)]
     packing.write(buffers, torch.arange(tokens).expand(1, heads, tokens), sources, blocks)
     pool = HostPool.create(buffers, page, (PAGES + 2) * page * buffers.bytes_per_slot, frames=True)
     tier = HostTier(buffers, pool, staging, ResidualPages(buffers, packing, page))
     return tier, buffers, sources, targets, page_blocks(blocks.view(PAGES, -1))
+
+
+def lynx(buffers, page, bits=4):
+    return Packing.for_pool(quantizer("lynx", bits), buffers, page)
 
 
 def page_blocks(slots, gone=()):
@@ -81,7 +85,7 @@ def test_what_was_stored_comes_back_to_the_bit(data):
     load = tier.load(pages, targets, page_blocks(blocks.slots, whole | gone) if len(whole | gone) < PAGES else None)
     load.synchronize()
     assert load.outcome.failed == [] and torch.equal(words(buffers, targets), before)
-    sizes, anchor, most = tier.pool.sizes[pages].tolist(), tier._copies.residuals.anchor_bytes, tier.pool.page_bytes
+    sizes, anchor, most = tier.pool.sizes[pages].tolist(), len(blocks.slots[0]) * buffers.bytes_per_slot, tier.pool.page_bytes
     assert all(sizes[page] == 0 for page in whole) and max(sizes) + anchor < most
     if set(kinds) == {"normal"}:
         assert all(size > 0 or page in whole for page, size in enumerate(sizes))
@@ -94,7 +98,7 @@ def test_what_was_stored_comes_back_to_the_bit(data):
 def test_a_page_with_numbers_that_no_bin_holds_lies_there_whole(value):
     tier, buffers, sources, targets, blocks = made(torch.bfloat16)
     buffers.values[0][sources[70], 0, 3] = value
-    tier._copies.residuals.packing.write(buffers, torch.arange(len(sources))[None, None], sources, blocks.slots.flatten())
+    lynx(buffers, tier.pool.page_size).write(buffers, torch.arange(len(sources))[None, None], sources, blocks.slots.flatten())
     pages, before = tier.pool.pages.allocate(PAGES), words(buffers, sources)
     tier.store(sources, pages, blocks)
     load = tier.load(pages, targets, blocks)
