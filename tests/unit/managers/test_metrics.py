@@ -17,7 +17,7 @@ OWN = f"{Path(__file__).parents[3]}/examples/key_norm.py:KeyNorm"
 def first_page() -> str:
     """The metrics page of a server that has served nothing."""
     args = SimpleNamespace(
-        served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1, kv_cache_ranks=1,
+        served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1, kv_store="file:/store", kv_cache_ranks=1,
         kv_prefill="exact", kv_mode="verified", disaggregation_mode="null",
         kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=f"kivi,snapkv:0.125,{OWN}:0.5",
     )  # fmt: skip
@@ -30,7 +30,7 @@ def test_series_begin_at_zero() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
         page = apart.submit(first_page).result()
     found = set(page.splitlines())
-    for name in ("drafts", "verifies", "accepted_drafts", "host_loads"):
+    for name in ("drafts", "verifies", "accepted_drafts", "host_loads", "store_hit_pages"):
         assert f'sglang_ext:{name}_total{{model_name="m"}} 0.0' in found
     for compressor in ("snapkv", "kivi", "snapkv:0.125", "KeyNorm:0.5"):
         assert f'sglang_ext:copies_total{{compressor="{compressor}",model_name="m"}} 0.0' in found
