@@ -22,16 +22,16 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.arguments import CheckedServerArgs
-    from sglang_ext.hooks.activation import is_patched_fork, register_transfer
+    from sglang_ext.hooks import activation as hooking, table
 
-    if is_patched_fork():
+    if hooking.is_patched_fork():
         return
     HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
         engine.Engine.server_args_class = CheckedServerArgs
-    register_transfer()
+    hooking.register(table.KV_CLASS_HOOK)
     register_backends()
 
 
@@ -87,14 +87,14 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
     stock = {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}
     if class_type in stock:
         return stock[class_type]
-    from sglang_ext.hooks.activation import activate_transfer
+    from sglang_ext.hooks import activation as hooking, transfer_table
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     if class_type is KVClassType.MANAGER:
         # Once per scheduler process, before its first request.
-        activate_transfer()
+        hooking.activate(transfer_table.TRANSFER_HOOKS)
     ours = {
         KVClassType.MANAGER: ProgressiveManager,
         KVClassType.SENDER: ProgressiveSender,

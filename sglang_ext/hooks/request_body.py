@@ -57,10 +57,7 @@ def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def add_custom_params(obj: "GenerateReqInput") -> None:
-    """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Adding them again changes nothing.
-
-    Raises ``ValueError`` if a parameter has another value there.
-    """
+    """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Raises ``ValueError`` if one has another value there."""
     asked, given = _of_request.get(), obj.sampling_params
     if asked:
         obj.sampling_params = [_add(each, asked) for each in given] if isinstance(given, list) else _add(given or {}, asked)

@@ -109,10 +109,7 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
 
 
 def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
-    """Count each output token of plain steps as a forward, before SGLang counts the round's.
-
-    SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
-    """
+    """Count each output token of plain steps as a forward. SGLang takes all tokens of a round but the first for accepted drafts."""
     reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.full_kv_reqs)
 
 

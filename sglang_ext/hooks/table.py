@@ -16,8 +16,6 @@ class Hook:
         why: What would fail without it. Completes "It is needed because" in a message.
         expects: Parameter names of the target, in order.
         kind: ``around`` (called with the original first) or ``replace``.
-        mode: The ``--kv-mode`` that needs it; None if each mode but ``full`` does.
-        process: ``frontend`` (tokenizer and HTTP server) or ``scheduler``.
     """
 
     target: str
@@ -25,8 +23,6 @@ class Hook:
     why: str
     expects: tuple[str, ...]
     kind: str = "around"
-    mode: str | None = None
-    process: str = "scheduler"
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,57 @@ class PrivateName:
     mentions: tuple[str, ...] = ()
 
 
-HOOKS: tuple[Hook, ...] = (
+# In the process of the tokenizer and the HTTP server.
+FRONTEND_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "sglang_ext.hooks.frontend.add_kv_fields",
-        "meta_info must contain the drafts, verifications and accept length of the request",
-        ("self", "meta_info", "recv_obj", "i"), process="frontend",
+        "meta_info must contain the drafts, verifications and accept length of the request", ("self", "meta_info", "recv_obj", "i"),
     ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
+        "sglang_ext.hooks.stream_delivery.receive_outputs",
+        "the messages of a round arrive together, and SGLang would merge them into one chunk", ("self", "recv_obj"),
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+        "sglang_ext.hooks.stream_delivery.wait_one_response",
+        "the next message of a stream is delivered when its client asks for the next chunk", ("self", "obj", "request"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
+        "sglang_ext.hooks.request_body.read_body",
+        "SGLang silently drops unknown fields of a request, kv_compressor among them", ("self",),
+    ),
+    Hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        "sglang_ext.hooks.frontend.check_shape",
+        "a number of answers, or lists for several prompts, that SGLang cannot split must be refused, not raise", ("self",),
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "sglang_ext.hooks.frontend.check_request",
+        "a request that the scheduler cannot serve, or with a method that the server does not have, must be refused", ("self", "obj", "input_ids"),
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
+        "sglang_ext.hooks.stream_delivery.abort_unfinished",
+        "a request must not be aborted because it has the id of a request that has just finished", ("self", "obj"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server._wait_and_warmup",
+        "sglang_ext.hooks.startup_log.log_when_ready",
+        "a server that is ready must log mode, method and address",
+        ("server_args", "launch_callback", "execute_warmup_func"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine._scheduler_died_error",
+        "sglang_ext.command_line.exit_like_scheduler",
+        "an option that only the scheduler can refuse must end the server with that message alone", ("rank", "proc"),
+    ),
+)
+
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor.process_batch_result_decode",
@@ -77,17 +117,6 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "reqs", "return_logprob", "skip_req"),
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
-        "sglang_ext.hooks.stream_delivery.receive_outputs",
-        "the messages of a round arrive together, and SGLang would merge them into one chunk", ("self", "recv_obj"), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
-        "sglang_ext.hooks.stream_delivery.wait_one_response",
-        "the next message of a stream is delivered when its client asks for the next chunk", ("self", "obj", "request"),
-        process="frontend",
-    ),
-    Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         "sglang_ext.mem_cache.compressed.queries.cap_prefix_match",
         "a prefix hit must leave enough new queries for a compressor that scores by queries", ("self", "input_len"),
@@ -107,18 +136,6 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         "sglang_ext.hooks.rounds.free_compressed_kv_when_full",
         "in a full pool compressed KV is freed before a request is retracted", ("self", "selected_indices"),
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        "sglang_ext.hooks.lossy_admission.admit_prompt",
-        "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
-        ("self", "req", "has_chunked_req", "truncation_align_size"), mode="lossy",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        "sglang_ext.hooks.lossy_admission.admit_chunk",
-        "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
-        mode="lossy",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
@@ -155,48 +172,35 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
     ),
     Hook(
-        "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
-        "sglang_ext.hooks.request_body.read_body",
-        "SGLang silently drops unknown fields of a request, kv_compressor among them",
-        ("self",), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        "sglang_ext.hooks.frontend.check_shape",
-        "a number of answers, or lists for several prompts, that SGLang cannot split must be refused, not raise",
-        ("self",), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "sglang_ext.hooks.frontend.check_request",
-        "a request that the scheduler cannot serve, or with a method that the server does not have, must be refused",
-        ("self", "obj", "input_ids"), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
-        "sglang_ext.hooks.stream_delivery.abort_unfinished",
-        "a request must not be aborted because it has the id of a request that has just finished",
-        ("self", "obj"), process="frontend",
-    ),
-    Hook(
         "sglang.srt.layers.sampler.multinomial_with_seed",
         "sglang_ext.managers.spec_decode.sampling.draw_with_finite_noise",
         "SGLang's seeded noise is infinite once in 2**32 numbers, and then draws a token of any probability",
         ("logprobs", "seed", "positions"),
     ),
+)
+
+# In the scheduler, in mode lossy only.
+LOSSY_HOOKS: tuple[Hook, ...] = (
     Hook(
-        "sglang.srt.entrypoints.http_server._wait_and_warmup",
-        "sglang_ext.hooks.startup_log.log_when_ready",
-        "a server that is ready must log mode, method and address",
-        ("server_args", "launch_callback", "execute_warmup_func"), process="frontend",
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "sglang_ext.hooks.lossy_admission.admit_prompt",
+        "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
     ),
     Hook(
-        "sglang.srt.entrypoints.engine._scheduler_died_error",
-        "sglang_ext.command_line.exit_like_scheduler",
-        "an option that only the scheduler can refuse must end the server with that message alone",
-        ("rank", "proc"), process="frontend",
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "sglang_ext.hooks.lossy_admission.admit_chunk",
+        "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
     ),
 )
+
+HOOKS = FRONTEND_HOOKS + SCHEDULER_HOOKS + LOSSY_HOOKS
+
+
+def scheduler_hooks(mode: str) -> tuple[Hook, ...]:
+    """The hooks of a scheduler process in this ``--kv-mode``."""
+    return SCHEDULER_HOOKS + LOSSY_HOOKS if mode == "lossy" else SCHEDULER_HOOKS
+
 
 # Registered in each process. The other hooks of the transfer backend ``progressive`` are in transfer_table.py.
 KV_CLASS_HOOK = Hook(

@@ -164,23 +164,15 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
 
 
 def _refusal(req: "Req") -> str | None:
-    """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not.
-
-    SGLang keeps a single token of such a request.
-    """
+    """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not."""
     return getattr(req.to_finish, "message", None)
 
 
 def describe_failure(message: str, room: int | None, status: int | None) -> tuple[str, int | None]:
-    """Return message and status for a request that SGLang ends with ``message``. Both are unchanged if no room failed.
+    """Return message and status for a request in ``room`` that SGLang ends with these. Both are unchanged if no room failed.
 
     For a failed room SGLang answers with status 500 and a text that begins with ranks and numbers. These stay in its log. The client needs
     to know what failed, at which server, and whether to send the request again.
-
-    Args:
-        message: The text that SGLang makes from a ``KVTransferError``.
-        room: The request's room.
-        status: The status that SGLang would answer with.
     """
     before, mark, reason = message.partition(f"KVTransferError(bootstrap_room={room}): ")
     if not mark:

@@ -40,11 +40,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Replace operators that SGLang compiles, or has as Triton kernels on any device, by plain PyTorch."""
         import torch._dynamo
 
-        from sglang_ext.hooks import activation as hooking
+        from sglang_ext.hooks import activation as hooking, table
 
         # SGLang and its grammar backends compile small operators, which would need a C++ compiler.
         torch._dynamo.config.disable = True
-        hooking.activate_plain_cpu()
+        hooking.apply(table.PLAIN_CPU_HOOKS)
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``. SGLang's arguments expect the name, not a ``torch.device``."""
