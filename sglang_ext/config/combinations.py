@@ -1,7 +1,4 @@
-"""Combinations of options: conditions under which flags have an effect, and options that cannot be combined with a flag.
-
-Each has a reason and a remedy. The table of flags (flags.py) uses them.
-"""
+"""Combinations of options for the table of flags (flags.py): conditions for an effect, and options that cannot be combined with a flag."""
 
 from sglang_ext.config import options
 from sglang_ext.config import selection_options as selection
@@ -80,7 +77,10 @@ CACHES: tuple[Refusal, ...] = (
         "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
         "the prefix tree must account for compressed slots", "leave it out, or use --kv-mode full",
     ),
-    refuse_if_set("enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}", fields_with_prefix("hicache_")),
+    refuse_if_set(
+        "enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}",
+        fields_with_prefix("hicache_"),
+    ),
     refuse_if_set("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
     refuse_if_set("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
     refuse_env_var("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),

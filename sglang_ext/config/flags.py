@@ -54,7 +54,10 @@ TABLE: dict[str, Flag] = {
                 "use --kv-mode verified, or --kv-compressor snapkv",
             ),
             Refusal(
-                "--device {args.device}", selection.selects_on_cpu_alone, "it selects tokens on a CPU alone",
+                "--device {args.device}",
+                lambda args: args.device != "cpu"
+                and selection.has_selector(args) and not selection.is_spade(args) and not selection.has_attention_selector(args),
+                "it selects tokens on a CPU alone",
                 "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu", needs_device=True,
             ),
             Refusal(

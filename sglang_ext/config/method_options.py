@@ -21,12 +21,9 @@ BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
 
 @dataclass(frozen=True)
 class OfferedMethod:
-    """A method that requests may ask for.
+    """A method that requests may ask for by its name: NAME, or NAME:BUDGET.
 
-    Attributes:
-        name: Name in requests: NAME, or NAME:BUDGET.
-        compressor: A value of ``--kv-compressor``.
-        budget: Share of the context's tokens that its compressed KV keeps.
+    ``compressor`` is a value of ``--kv-compressor``. ``budget`` is the share of the context's tokens that its compressed KV keeps.
     """
 
     name: str
@@ -220,11 +217,10 @@ def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> 
 
 
 def resolve_head_budgets(args: KVServerArgs) -> None:
-    """Resolve ``--kv-head-budgets auto``.
+    """Resolve ``--kv-head-budgets auto``, based on measurements (docs/benchmarks.md, "Budgets that differ by head").
 
-    ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
-    over all heads than within one, a verification gives half as many tokens again. A draft takes a quarter longer on an H200. So adaptive
-    pays for these methods, and for no other.
+    For methods whose scores are more informative over all heads than within one, a verification gives half as many tokens again. A draft
+    takes a quarter longer on an H200. So adaptive pays for these methods, and for no other.
     """
     if args.kv_head_budgets == "auto":
         first, *others = offered_methods(args)

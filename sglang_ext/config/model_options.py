@@ -32,11 +32,6 @@ def check_model(args: KVServerArgs) -> None:
             "text models with multi-head, grouped-query or multi-query attention over the whole "
             "context, in float weights. Use --kv-mode full for this model."
         )
-    _check_deterministic_heads(args, config)
-
-
-def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
-    """Refuse bit-identical verification of heads with one query head, which SGLang's Triton decode computes in another kernel."""
     exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
     query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
     if exact and query_heads == kv_heads:

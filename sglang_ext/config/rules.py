@@ -1,5 +1,4 @@
-"""The server's arguments, and the classes of the table of flags (flags.py):
-:class:`Flag`, :class:`Range`, :class:`Condition`, :class:`Refusal`.
+"""The server's arguments, and the classes of the table of flags (flags.py).
 
 Texts may name values of the arguments, as in ``--tp-size {args.tp_size}``.
 """
@@ -20,10 +19,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 
 @dataclass
 class KVServerArgs(ServerArgs):
-    """SGLang's server arguments with a field for each ``--kv-*`` flag.
-
-    flags.py says what each flag does. :class:`~sglang_ext.arguments.CheckedServerArgs` parses and checks them.
-    """
+    """SGLang's server arguments with a field for each flag of flags.py. :class:`~sglang_ext.arguments.CheckedServerArgs` checks them."""
 
     kv_mode: str = "full"
     kv_compressor: str = catalogue.DEFAULT
@@ -88,11 +84,9 @@ def one_of(values: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``.
+    """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``, where ``tokens`` is the unit.
 
-    Attributes:
-        unit: Plural of what the number counts.
-        accepts_float_type: A whole number may be a ``float``, such as 2048.0.
+    With ``accepts_float_type`` a whole number may be a ``float``, such as 2048.0.
     """
 
     minimum: float
@@ -117,12 +111,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which a flag has an effect.
+    """A condition under which a flag has an effect. Otherwise the log says ``unmet``, and a remedy.
 
-    Attributes:
-        text: The condition, for the help and the documents. Empty if the help should not mention it.
-        unmet: Why the flag has no effect if the arguments do not meet it.
-        remedy: What to do so that it has an effect.
+    Help and documents show its ``text``, unless that is empty.
     """
 
     text: str

@@ -3,7 +3,6 @@
 A target that moved or changed its signature stops the start of a server, with a message that names it.
 """
 
-import dataclasses
 import importlib.util
 import inspect
 import logging
@@ -54,16 +53,13 @@ def find_problem(entry: Hook | PrivateName) -> str | None:
         source = inspect.getsource(target)
         missing = [name for name in entry.mentions if name not in source]
         return f"its source does not name {', '.join(missing)}" if missing else None
-    if dataclasses.is_dataclass(target):
-        missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
-        return f"no field is called {', '.join(sorted(missing))}" if missing else None
     found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
     if found != entry.expects:
         return f"parameters are {', '.join(found)}; expected {', '.join(entry.expects)}"
     return None
 
 
-def apply(chosen: Iterable[Hook]) -> None:
+def apply(chosen: tuple[Hook, ...]) -> None:
     """Register hooks with SGLang's registry and apply them now. Applying is idempotent.
 
     Raises:

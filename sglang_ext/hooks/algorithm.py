@@ -8,6 +8,7 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import exit_on_refusal
+from sglang_ext.hooks import activation as hooking, table
 from sglang_ext.layers.forward import KVDraftInput
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 @exit_on_refusal
 def worker_class(server_args: "ServerArgs") -> type:
     """Apply the worker's hooks in this scheduler process, and return the worker class."""
-    from sglang_ext.hooks import activation as hooking, table
     from sglang_ext.managers.worker import KVWorker
 
     mode = server_args.kv_mode

@@ -31,10 +31,8 @@ _of_request: ContextVar[dict[str, Any]] = ContextVar("custom_params_of_request",
 async def read_body(original: Callable[[Request], Awaitable[Any]], request: Request) -> Any:
     """Hook around ``ORJSONRequest.json``: return the parsed body without custom parameters at its top level.
 
-    SGLang caches the whole body, so that further calls find them again.
-
-    Raises:
-        HTTPException: Status 400. A key is misspelled, a parameter has two values, or the header is not a JSON object.
+    SGLang caches the whole body, so that further calls find them again. The client gets status 400 (``HTTPException``) if a key is
+    misspelled, a parameter has two values, or the header is not a JSON object.
     """
     body = await original(request)
     try:

@@ -84,10 +84,7 @@ def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
 
 
 def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens.
-
-    The others have no new token to append, to check for a stop, to stream or to count.
-    """
+    """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens."""
     if result.accept_lens is None:
         return original(processor, batch, result)
     if result.copy_done is not None:
@@ -177,10 +174,8 @@ def _result_subset(result: GenerationBatchResult, indices: list[int]) -> Generat
 
 
 def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
-    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output.
-
-    An abort that arrived in between ends an output that has no other end.
-    """
+    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output."""
+    # An abort that arrived in between ends an output that has no other end.
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return

@@ -40,10 +40,7 @@ ABORT_SECONDS = 2.0
 
 
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
-    """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
-
-    SGLang's method changes the states of the requests, and wakes their handlers. Requests without a queue are passed on in one call.
-    """
+    """Hook around ``TokenizerManager._handle_batch_output``, which wakes the handlers: put messages for streamed requests in their queues."""
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
         return
@@ -98,15 +95,15 @@ class ChunkQueue:
         self._pacer = pacer
         self._messages: deque[Outputs] = deque()
         self._is_wanted = True  # The handler has taken the last chunk.
-        self._is_closed = False
-        self._is_stalled = False  # The handler has not asked for a chunk for long.
+        # The client has gone, or its handler has not asked for a chunk for long: messages are delivered at once.
+        self._passes_all = False
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
-        if self._is_closed or self._is_stalled:
+        if self._passes_all:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -119,21 +116,21 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._is_closed or self._is_stalled or (reason is not None and reason.get("type") == "abort"):
+        if self._passes_all or (reason is not None and reason.get("type") == "abort"):
             await self._deliver_all()
         else:
             await self._advance()
 
     async def request_next(self) -> None:
         """Deliver the next message when it has arrived and its pacing time has come."""
-        self._is_wanted, self._is_stalled = True, False
+        self._is_wanted, self._passes_all = True, False
         _cancel(self._stall_timer)
         self._stall_timer = None
         await self._advance()
 
     async def close(self) -> None:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
-        self._is_closed = True
+        self._passes_all = True
         _cancel(self._timer, self._stall_timer)
         await self._deliver_all()
 
@@ -166,7 +163,7 @@ class ChunkQueue:
             self._stall_timer = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stall)
 
     def _stall(self) -> None:
-        self._is_stalled, self._stall_timer = True, None
+        self._passes_all, self._stall_timer = True, None
         self._run(self._deliver_all())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -182,11 +179,10 @@ def _cancel(*timers: asyncio.TimerHandle | None) -> None:
 
 
 class Pacer:
-    """Spreads the messages of a round over the expected time of the next round.
+    """Spreads the messages of a round over the expected time of the next round: the shorter of the last two rounds' times.
 
-    The expected time is the shorter of the last two rounds' times, so that one pause, for another request's prefill, does not slow the
-    stream. If the messages of the next round arrive before all earlier ones have left, all of them are spread over its expected time. So a
-    message leaves at most one expected time after the next round has arrived.
+    So one pause, for another request's prefill, does not slow the stream. If the messages of the next round arrive before all earlier ones
+    have left, all of them are spread over its expected time.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BaseReq
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+# Updates whose handler in SGLang ends with a barrier of all ranks.
 UPDATES_WITH_BARRIER = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
-"""Updates whose handler in SGLang ends with a barrier of all ranks."""
 
 
 def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: "BaseReq") -> "BaseReq":
