@@ -21,9 +21,7 @@ from sglang_ext.hooks import activation as hooking
 
 @dataclasses.dataclass
 class CheckedServerArgs(KVServerArgs):
-    """Server arguments that are parsed, checked and resolved.
-
-    In mode ``full``, the default, only the flags of ``progressive`` transfers are checked.
+    """Server arguments that are parsed, checked and resolved. In mode ``full``, the default, only flags of ``progressive`` transfers are checked.
 
     Raises:
         OptionError: A flag is out of range, unknown or cannot be combined, or the model is not supported. The message names the value, the

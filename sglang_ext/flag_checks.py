@@ -68,10 +68,7 @@ def check_device(args: KVServerArgs) -> None:
 def check_resolved(args: KVServerArgs) -> None:
     """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options.
 
-    Raises:
-        OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
-            parameters are wrong, or this host has too little memory.
-        HookError: A hooked function has unexpected parameters.
+    Raises ``OptionError`` for an option, a model or a host with too little memory, ``HookError`` if a hooked function has other parameters.
     """
     from sglang_ext.hooks import frontend
     from sglang_ext.managers import served_methods
