@@ -44,6 +44,11 @@ def request_value(custom_params: dict[str, Any] | None, key: str, default: Any) 
     return default if asked is None else asked
 
 
+def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
+    """Probability that a draft is accepted if all previous ones were: the request's own, or the server's ``forced``."""
+    return float(request_value(custom_params, ACCEPTANCE, forced))
+
+
 REQUEST_PARAMS: dict[str, Callable[[KVServerArgs, Any], None]] = {
     method_options.COMPRESSOR_PARAM: method_options.check_request,
     PACING: _check_pacing,

@@ -176,7 +176,7 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
     forced = manager.server_args.kv_bench_acceptance
     if forced is not None:
         asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
-        meta_info["kv_simulated_acceptance"] = float(request_params.request_value(asked, request_params.ACCEPTANCE, forced))
+        meta_info["kv_simulated_acceptance"] = request_params.request_acceptance(forced, asked)
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:

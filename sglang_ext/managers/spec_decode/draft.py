@@ -15,7 +15,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.config.options import QUANTIZED
-from sglang_ext.config.request_params import ACCEPTANCE, request_value
+from sglang_ext.config.request_params import request_acceptance
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
@@ -207,7 +207,7 @@ class SimulatedAcceptance:
     def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
         """The probability that each request asks for; :attr:`probability` if it asks for none."""
         # The frontend refuses values that are no probability.
-        return [float(request_value(req.sampling_params.custom_params, ACCEPTANCE, self.probability)) for req in reqs]
+        return [request_acceptance(self.probability, req.sampling_params.custom_params) for req in reqs]
 
     def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         """Whether each of ``drafts`` is accepted if the ones before it are: bool [requests, drafts]. ``probabilities``: float [requests]."""
