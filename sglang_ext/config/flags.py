@@ -35,10 +35,6 @@ def _has_no_quantizer(args: KVServerArgs) -> bool:
     return method_options.shared_quant_method(method_options.offered_methods(args)) is None
 
 
-def _points_to_full_kv(args: KVServerArgs) -> bool:
-    return catalogue.points(args.kv_compressor)
-
-
 TABLE: dict[str, Flag] = {
     "kv_mode": Flag(
         text="full: stock SGLang. verified: draft on compressed KV and verify on full KV, with the outputs of full. lossy: decode "
@@ -58,7 +54,10 @@ TABLE: dict[str, Flag] = {
                 "use --kv-mode verified, or --kv-compressor snapkv",
             ),
             Refusal(
-                "--device {args.device}", selection.selects_on_cpu_alone, "it selects tokens on a CPU alone",
+                "--device {args.device}",
+                lambda args: args.device != "cpu"
+                and selection.has_selector(args) and not selection.is_spade(args) and not selection.has_attention_selector(args),
+                "it selects tokens on a CPU alone",
                 "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu", needs_device=True,
             ),
             Refusal(
@@ -102,7 +101,7 @@ TABLE: dict[str, Flag] = {
                 "pass --kv-score-bits 8 or 4 instead, or --kv-compressor kivi",
             ),
             Refusal(
-                "--kv-compressor {args.kv_compressor}", lambda args: _has_no_quantizer(args) and _points_to_full_kv(args),
+                "--kv-compressor {args.kv_compressor}", lambda args: _has_no_quantizer(args) and catalogue.points(args.kv_compressor),
                 KEEPS_TOKENS, "pass --kv-compressor kivi",
             ),
             Refusal(
