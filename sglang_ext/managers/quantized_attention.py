@@ -15,7 +15,7 @@ from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, Quant
 from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
@@ -63,7 +63,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]
@@ -75,7 +75,7 @@ class QuantizedAttention(Feature):
         if is_single_server and self.prefill is not None:
             chunk = self.args.chunked_prefill_size
             prompts = QuantizedPrompts(tree_cache.nodes, compressed_kv, worker.method_of, chunk if chunk and chunk > 0 else None)
-        return FreedFullKVProvider(
+        return FullKVProvider(
             QuantizedOnlyKV(tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of, recomputes=is_single_server, prompts=prompts)
         )
 

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedMethods:
-    """The methods that requests may ask for. The first one serves requests that ask for none.
+    """The methods that requests may ask for, as they name them and as specifications. The first one serves requests that ask for none.
 
     Attributes:
-        offered_methods: The methods as requests name them.
-        methods: Specification of each method, in the same order.
         scores: Predicted scores by slot; None if no method reads them.
         rotary: The model's rotary embedding; None if no method needs it.
         first_head: Index, among the model's KV heads, of the first that this rank holds.
@@ -79,7 +77,7 @@ class ServedMethods:
         return max(method.compressor.every for method in self.methods)
 
     def buffers(self, args: "KVServerArgs", pool: KVCache) -> "tuple[KVBuffers, KeyDerivedData | None]":
-        """The layers of SGLang's ``pool``, and the object that updates quantized keys of all slots; None if no tokens are selected by them."""
+        """The layers of SGLang's ``pool``, and the quantized keys of all slots; None if no tokens are selected by them."""
         buffers = KVBuffers.from_pool(pool, self.scaling, self.first_head)
         bits = selection_options.slot_code_bits(args)
         if not bits:
@@ -96,8 +94,6 @@ class ServedMethods:
 
         Args:
             adaptive: Whether heads keep different numbers of tokens.
-            buffers: The pool's.
-            page_size: Slots that the pool allocates together.
             token_table: int32 [rows, width], with the draft rows.
             receives_rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
 
@@ -156,13 +152,9 @@ def check_files(args: "KVServerArgs") -> None:
 
 
 def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> "SlotScores | None":
-    """Load the predicted scores of a rank's KV heads; None if no compressor reads them.
+    """Load the predicted scores of a rank's KV heads; None if no compressor reads them. ``layers``: indices in the model.
 
-    Args:
-        args: The server's.
-        layers: Indices of the model's attention layers.
-        kv_heads: Number of KV heads of this rank.
-        rank: Index in ``--tp-size``. If there are more ranks than heads, neighbouring ranks have the same heads.
+    If there are more ranks in ``--tp-size`` than heads, neighbouring ranks have the same heads.
 
     Raises:
         OptionError: The predictor is missing, has changed, or belongs to another model.
@@ -187,8 +179,6 @@ def _predictor(args: "KVServerArgs") -> "Predictor":
 
 def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: "SlotScores | None") -> tuple[MethodSpec, ...]:
     """Specifications of the offered methods, in the order of :func:`offered_methods`, with the stored or predicted scores that they read.
-
-    ``kv_heads`` and ``rank`` are those of :func:`load_slot_scores`.
 
     Raises:
         OptionError: A method needs scores, but the model has no files to identify it by.

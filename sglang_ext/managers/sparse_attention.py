@@ -30,8 +30,7 @@ class SparseAttention(Feature):
     def _token_selection_bytes(self, planner: "MemoryPlanner", rings: int) -> int:
         """Bytes of selections of tokens, as in on_gpu.py, for contexts as long as a row of the token table.
 
-        Two may run at once: one on a second stream for all requests with rings, unless cache ranks select; and one when a request is
-        compressed.
+        Two may run at once: one on a second stream for all requests with rings, unless cache ranks select; and one of a compressed request.
         """
         model, selecting = planner.model, [m.compressor for m in planner.served.methods if isinstance(m.compressor, Spade)]
         if not selecting:
@@ -43,8 +42,7 @@ class SparseAttention(Feature):
     def _page_selection_bytes(self, planner: "MemoryPlanner", requests: int) -> int:
         """Bytes of selections of pages, as in quest_pages.py, in rows of the token table; the layers of a step share them.
 
-        SGLang's graphs of steps share one workspace, if there are any. Another one is outside the graphs, which are captured from it and in
-        which larger batches run.
+        SGLang's graphs of steps share one workspace, if there are any. Larger batches run in another one, outside the graphs.
         """
         paging = planner.paging
         if paging is None:

@@ -14,17 +14,14 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import TPRanks
-from sglang_ext.layers.attention import torch_native
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput, use_plain_decoding
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
-from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
-from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
 
@@ -37,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVWorker(BaseSpecWorker):
-    """Verified and lossy decoding inside SGLang's scheduler.
-
-    SGLang creates it with the arguments of any speculative worker. It has no draft model. Features (feature.py) add optional capabilities.
-    """
+    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features (feature.py) add optional capabilities."""
 
     @exit_on_refusal
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
@@ -61,9 +55,7 @@ class KVWorker(BaseSpecWorker):
         self.graphs: "graph_capture.VerifyGraphSet | None" = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        # Before SGLang creates backends and graphs. For SGLang, the target's runner decodes plainly, with one token per request.
-        use_plain_decoding(self.model_runner)
-        torch_native.register()
+        graph_capture.prepare_backends(self.model_runner)
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)
@@ -113,9 +105,8 @@ class KVWorker(BaseSpecWorker):
     @exit_on_refusal
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
-        args, runner = self.server_args, self.model_runner
-        interval, on_gpu = self.methods.selection_interval, self.buffers.on_gpu
-        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, on_gpu)
+        args, runner, on_gpu = self.server_args, self.model_runner, self.buffers.on_gpu
+        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, self.methods.selection_interval, self.layout, on_gpu)
         verifier = graph_capture.create_verify_attention(args, runner)
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = graph_capture.capture_verify_graphs(args, runner, self.queries, verifier)
@@ -150,8 +141,8 @@ class KVWorker(BaseSpecWorker):
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
     def _create_compressed_kv(self, tree_cache: "TieredRadixCache") -> CompressedKVCache:
-        args, served, allocator = self.server_args, self.methods, self.token_to_kv_pool_allocator
-        methods = copy_methods(args, served.methods, allocator.page_size, self.layout)
+        args, allocator = self.server_args, self.token_to_kv_pool_allocator
+        methods = copy_methods(args, self.methods.methods, allocator.page_size, self.layout)
         return CompressedKVCache(
             methods=methods,
             token_table=self.req_to_token_pool.req_to_token,
@@ -160,7 +151,7 @@ class KVWorker(BaseSpecWorker):
             allocator=allocator,
             tree_cache=tree_cache,
             queries=self.queries,
-            rotary=served.rotary,
+            rotary=self.methods.rotary,
             method_index_of=lambda row: self.requests.get(row).method,
             prompt_of=lambda row: self.requests.get(row).prompt,
             namespace_of=lambda row: self.requests.get(row).namespace,
@@ -212,16 +203,13 @@ class KVWorker(BaseSpecWorker):
             result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
             return result
         if batch.forward_mode.is_extend():
-            result = prefill(self, batch, self.loop.penalties, on_publish)
-            self.loop.round_timer.interrupt()
-            return result
+            return self.loop.prefill(batch, on_publish)
         return self.loop.decode(batch, on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count the outcome of an iteration, once it is on the host."""
-        if isinstance(result, RoundResult):
-            self.loop.report.account(batch, result)
-            self._observe_pool()
+        """Count the outcome of a decode round, once it is on the host."""
+        self.loop.account(batch, result)
+        self._observe_pool()
 
     def _observe_pool(self) -> None:
         """Report the contents of the pool, and the values of features."""

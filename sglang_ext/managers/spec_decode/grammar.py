@@ -1,8 +1,7 @@
 """Masks of grammars along draft tokens, which are not part of the output yet.
 
-SGLang advances a request's grammar over its output only. Drafts are made without the grammar. Their verification walks the grammar
-along the drafts to mask each row of logits, and rolls it back at once. So between forwards the grammar is always at the end of the
-output, also if the request is aborted or retracted.
+Drafts are made without the grammar. Their verification walks the grammar along the drafts to mask each row of logits, and rolls it back
+at once. So between forwards the grammar is always at the end of the output, also if the request is aborted or retracted.
 
 Under the overlapped loop, SGLang launches a round before it has appended the tokens of the last one to the outputs. A walk begins with
 these tokens.
@@ -22,32 +21,24 @@ if TYPE_CHECKING:
 
 # Upper limit of drafts in a walk. Unprocessed output tokens come first, at most as many plus one; xgrammar can roll back 200 tokens.
 MAX_WALKED_DRAFTS = 96
+# Tokens per int32 number of a mask, [rows, vocabulary / 32], in xgrammar and llguidance.
 BITS = 32
-"""Tokens per int32 number of a mask, [rows, vocabulary / 32], in xgrammar and llguidance."""
-
-
-def can_roll_back(grammar: BaseGrammarObject) -> bool:
-    """Whether draft tokens can be rolled back in this grammar.
-
-    Outlines cannot roll back. SGLang's wrapper for reasoning models keeps a state of its own, which it restores for whole verifications
-    only.
-    """
-    wrapped = getattr(grammar, "grammar", None) is not None
-    return not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback
 
 
 def can_walk(grammar: BaseGrammarObject | None) -> bool:
-    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and rolled back."""
-    return grammar is None or can_roll_back(grammar)
+    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and rolled back.
+
+    Outlines cannot roll back. SGLang's wrapper for reasoning models restores its own state for whole verifications only.
+    """
+    wrapped = getattr(grammar, "grammar", None) is not None
+    return grammar is None or (not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback)
 
 
 @dataclass(frozen=True)
 class UnprocessedTokens:
     """Tokens of the newest forward that SGLang has not appended to the outputs when it launches the next forward.
 
-    Attributes:
-        reqs: Requests of the forward; empty if none of them has a grammar.
-        result: Result of the forward, for each request: one token after a prefill, or the output tokens of a round.
+    ``reqs``: requests of the forward; empty if none of them has a grammar. ``result``: that of a prefill or a round.
     """
 
     reqs: Sequence["Req"] = ()
@@ -62,29 +53,26 @@ class UnprocessedTokens:
         return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
 
     def tokens_of(self, req: "Req", length: int) -> list[int]:
-        """Tokens of a request that are not in its output yet. Waits for the forward that produces them.
-
-        ``length``: tokens whose KV the request has; one more token is known.
-        """
+        """Tokens of a request of ``length`` tokens with KV that are not in its output yet. Waits for the forward that produces them."""
         count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
         if count <= 0:
             return []
         place = next(i for i, each in enumerate(self.reqs) if each is req)
         self.result.copy_done.synchronize()
+        # A prefill has one token of each request.
         stride = 1 if self.result.accept_lens is None else self.result.speculative_num_draft_tokens
         return self.result.next_token_ids[place * stride : place * stride + count].tolist()
 
 
 @dataclass
 class GrammarWalk:
-    """Walks a request's grammar along its drafts.
+    """Walks a request's grammar along its drafts. The grammar is at the end of the request's output before and after each call.
 
     Attributes:
-        grammar: The grammar, which is at the end of the request's output before and after each call.
         drafts: Draft tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
         unprocessed: Tokens between the output and the drafts.
-        num_masked_rows: Number of masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The
-            last row follows a draft that the grammar refuses, or is the one that ends the grammar.
+        num_masked_rows: Masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row
+            follows a draft that the grammar refuses, or is the one that ends the grammar.
     """
 
     grammar: BaseGrammarObject
@@ -97,16 +85,12 @@ class GrammarWalk:
         return DraftGrammar(self, index) if index <= min(len(self.drafts), MAX_WALKED_DRAFTS) else None
 
     def fill_mask(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
-        """Mask the rows of ``vocab_mask`` that may give output tokens. The other rows allow all tokens.
+        """Mask the rows of ``vocab_mask``, int32 [rows, vocabulary / 32], that may give output tokens. Other rows allow all tokens.
 
-        If a grammar refuses an output token, SGLang aborts the request, but only when it processes this token. Until then the request's
-        rows allow all tokens. The sampler gives such a token if the grammar and ``min_new_tokens`` together allow none.
-
-        Args:
-            vocab_mask: int32 [rows, vocabulary / 32].
-            rows: Row of the mask by the number of drafts before it, from 0 on.
+        ``rows``: row of the mask by the number of drafts before it, from 0 on.
         """
-        # xgrammar ignores a refused token. llguidance raises from then on, also in a rollback.
+        # The sampler gives a token that the grammar refuses if the grammar and min_new_tokens together allow none. SGLang aborts the request
+        # when it processes this token. xgrammar ignores a refused token. llguidance raises from then on, also in a rollback.
         with suppress(ValueError):
             self._fill(vocab_mask, rows)
 
@@ -137,7 +121,6 @@ class GrammarWalk:
 
 
 def _allows(mask: torch.Tensor, token: int) -> bool:
-    """Whether a row of a mask, int32 [vocabulary / 32], allows a token."""
     return bool(int(mask[token // BITS]) >> token % BITS & 1)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_roll_back
+from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_walk
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -30,13 +30,12 @@ NUM_COUNTERS = 7
 def fallback_reason(req: "Req") -> int:
     """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
-    Custom logit processors depend on state of their own. Some grammar backends cannot take drafts back. SGLang's seeded sampler has
-    no ``min_p``. Hidden states of drafts are of no use. A test lists all fields of SGLang's ``SamplingParams`` (test_eligibility.py).
+    Custom logit processors have state of their own, SGLang's seeded sampler has no ``min_p``, and hidden states of drafts are of no use.
+    A test lists all fields of SGLang's ``SamplingParams`` (test_eligibility.py).
     """
-    params = req.sampling_params
-    if req.grammar is not None and not can_roll_back(req.grammar):
+    if not can_walk(req.grammar):
         return FALLBACK_REASONS.index("grammar")
-    if params.min_p > 0:
+    if req.sampling_params.min_p > 0:
         return FALLBACK_REASONS.index("min-p")
     if req.custom_logit_processor is not None:
         return FALLBACK_REASONS.index("custom-logit-processor")
@@ -61,12 +60,9 @@ def output_end(req: "Req") -> int:
 
 
 class RequestStates:
-    """Draft states of the running requests, by their rows in the token table.
+    """Draft states of the running requests, by their rows in the token table, and the acceptance of all requests together.
 
-    Attributes:
-        offered_methods: Methods that requests may ask for.
-        overall_acceptance: Acceptance of all requests.
-        unprocessed_tokens: Tokens of the newest forward, which SGLang has not appended to the outputs yet.
+    ``unprocessed_tokens``: tokens of the newest forward, which SGLang has not appended to the outputs yet.
     """
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
@@ -87,8 +83,7 @@ class RequestStates:
         """Admit a request whose prompt, or a chunk of it, will be computed after ``matched`` cached tokens. Returns its state."""
         row = req.req_pool_idx
         if row in self._states:
-            # An earlier chunk of the same prompt.
-            return self._states[row]
+            return self._states[row]  # an earlier chunk of the same prompt
         self._admitted += 1
         method = self.method_of(req)
         state = self._states[row] = RequestState(
@@ -116,8 +111,7 @@ class RequestStates:
         self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
 
     def method_of(self, req: "Req") -> int:
-        """Index of the method that a request asks for."""
-        # The frontend refuses unknown names.
+        """Index of the method that a request asks for. The frontend refuses unknown names."""
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
 
     def get(self, row: int) -> RequestState | None:
@@ -125,7 +119,7 @@ class RequestStates:
         return self._states.get(row)
 
     def forget(self, row: int) -> None:
-        """Drop the state of the request in ``row``; no-op if there is none."""
+        """Drop the state of the request in ``row``, if there is one."""
         self._states.pop(row, None)
 
     def clear(self) -> None:
@@ -134,13 +128,11 @@ class RequestStates:
 
 
 def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
-    """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one.
-
-    A generated seed is equal on all ranks and different for each request: samples of one request (``n``) have the same ``sampling_seed``.
-    """
+    """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one, equal on all ranks."""
     if args.enable_deterministic_inference:
         asked = req.sampling_params.sampling_seed
         return STOCK_DEFAULT_SEED if asked is None else asked
+    # Samples of one request (n) have the same sampling_seed, but must differ.
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
@@ -174,7 +166,7 @@ def restore_counters(req: "Req", state: RequestState) -> None:
 
 
 def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
-    """The ``meta_info`` fields, from the list that :func:`write_counters` wrote; zeros and None for a request of one token.
+    """The ``meta_info`` fields, from the list of :func:`write_counters`; zeros and None for a request of one token.
 
     ``suffixes`` are those of the server's methods.
     """

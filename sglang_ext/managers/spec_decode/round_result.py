@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTokens:
-    """Output tokens of some requests of a batch.
+    """Output tokens of the requests at some positions in a batch.
 
     Attributes:
-        requests: Positions of the requests in the batch.
         tokens: int64 [requests, width].
         num_output: int64 [requests], how many of the tokens count, from the first on.
         sampled: The sampled rows that the tokens come from, ``width`` rows per request.
@@ -42,18 +41,14 @@ class OutputTokens:
         requests: list[int],
         counts: list[int],
     ) -> "OutputTokens":
-        """Output tokens of the ``requests`` that decode on the full KV, from the steps of a round.
+        """Output tokens of the ``requests`` that decode on the full KV, from the steps of all requests in a round.
 
-        Args:
-            steps: Steps of all requests.
-            tokens: int64 [all requests, steps], their tokens.
-            requests: Positions of the requests in the batch, ascending.
-            counts: How many of the step tokens count, for each of ``requests``.
+        ``tokens``: int64 [all requests, steps], the steps' tokens. ``counts``: how many of them count, for each of ``requests``.
         """
         found = [sampled for _, sampled in steps]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
         tokens = tokens[where]
-        sampled = SampledTokens(tokens.flatten(), None, [], [])
+        sampled = SampledTokens(tokens.flatten())
         if found[0].logprobs is not None:
             sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
             sampled.top_logprobs = [each.top_logprobs[i] for i in requests for each in found]
@@ -71,10 +66,7 @@ class OutputTokens:
 def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
     """Merge the output tokens of a whole batch. Requests in no part have none.
 
-    Args:
-        parts: Output tokens of different requests.
-        lengths: int64 [requests], lengths of the whole batch; the result is on the same device.
-        logprobs: Whether the parts have log-probabilities to merge.
+    ``lengths``: int64 [requests], lengths of the whole batch. ``logprobs``: whether the parts have log-probabilities to merge.
     """
     if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
         return parts[0]
@@ -84,7 +76,7 @@ def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bo
         where = to_device(part.requests, tokens.device)
         tokens[where, : part.width] = part.tokens
         num_output[where] = part.num_output
-    sampled = SampledTokens(tokens.flatten(), None, [], [])
+    sampled = SampledTokens(tokens.flatten())
     if logprobs:
         _put_logprobs(sampled, parts, width)
     return OutputTokens(list(range(count)), tokens, num_output, sampled)
@@ -107,14 +99,11 @@ def _put_logprobs(sampled: SampledTokens, parts: list[OutputTokens], width: int)
 
 @dataclass
 class RoundResult(GenerationBatchResult):
-    """SGLang's result, with the plan of its round.
+    """SGLang's result, with the plan and the marks of its round.
 
     Attributes:
-        plan: Plan of the round.
-        marks: When the parts of the round ended.
         positions: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
-        finished_early: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the
-            result without the tokens after the end (hooks/rounds.py).
+        finished_early: Positions, among the requests that ran, of those whose output ended before their last token (hooks/rounds.py).
     """
 
     plan: RoundPlan | None = None
@@ -150,8 +139,7 @@ class RoundResult(GenerationBatchResult):
     ) -> "RoundResult":
         """The result of a round that gave ``output_tokens``. Requests that only drafted keep their last output token.
 
-        ``lengths``: int64 [requests], tokens of each after the round. ``output``: that of the last step; only requests that decode one
-        token on the full KV ask for its hidden states.
+        ``lengths``: int64 [requests], tokens of each after the round. ``output``: that of the last step, for its hidden states.
         """
         num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
@@ -174,11 +162,7 @@ class RoundResult(GenerationBatchResult):
 
 
 class PendingDrafts:
-    """Pending drafts of each row: those since its last verification.
-
-    Attributes:
-        tokens: int64 [rows, longest]. ``RequestState.num_pending`` is the number of a row's tokens that count.
-    """
+    """Pending drafts of each row since its last verification: ``tokens``, int64 [rows, longest]. ``RequestState.num_pending`` of them count."""
 
     def __init__(self, rows: int, longest: int, device: torch.device):
         self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)

@@ -1,15 +1,13 @@
 """Measures rounds, and chooses the draft length (``--kv-draft-length auto``) and the selection interval (``--kv-select-every auto``).
 
 *Draft length.* All requests of a batch have the same one: the one with the most tokens per second (VeriCache, equation (11), with measured
-times). If a draft token is accepted with probability ``p``, a round of ``x`` drafts gives ``(1 - p^(x+1)) / (1 - p)`` tokens on average.
-Length 0 is plain decoding on the full KV. A cost model (cost_model.py) predicts times, also at loads that were not measured. While drafting
-pays, plain steps are rarely measured. While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short round with
-drafts, which measures drafting again. Probes lose at most :data:`PROBE_SHARE` of the time.
+times). Length 0 is plain decoding on the full KV. A cost model (cost_model.py) predicts times, also at loads that were not measured. While
+drafting pays, plain steps are rarely measured. While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short
+round with drafts, which measures drafting again. Probes lose at most :data:`PROBE_SHARE` of the time.
 
-*Selection interval.* The number of draft steps between two selections. A selection reads all keys. So with a short interval draft steps are
-slow, and with a long one drafts read an old selection and fewer are accepted. Both effects are measured for each interval. Intervals are
-tried from the longest to the shortest. The next shorter one is tried only if it could win: if it avoided half of the rejections and its
-selections took no time.
+*Selection interval.* The number of draft steps between two selections. With a short interval draft steps are slow, because a selection reads
+all keys. With a long one drafts read an old selection and fewer are accepted. Both effects are measured for each interval, from the longest
+to the shortest. The next shorter one is tried only if it could win: if it avoided half of the rejections and its selections took no time.
 """
 
 from collections import Counter
@@ -59,10 +57,9 @@ class FixedDraftLength:
 
 @dataclass
 class DraftLength:
-    """Chooses the draft length of each round.
+    """Chooses the draft length of each round, at most ``longest``.
 
     Attributes:
-        longest: The longest length.
         chosen: The last choice; probes and measurements of plain steps do not change it.
         predicted_gain: Predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
     """
@@ -114,7 +111,7 @@ class DraftLength:
         return last if (HYSTERESIS if last else MIN_GAIN) * rates[last] > rates[best] else best
 
     def _plain_is_due(self, costs: RoundCosts, load: BatchLoad) -> bool:
-        """Whether to measure a plain step although drafting pays: none was measured for long, or none near this load."""
+        """Whether to measure a plain step: none was measured for long, or none near this load."""
         if self._since_plain >= PLAIN_AFTER:
             self._since_plain = 0
             return True
@@ -128,13 +125,9 @@ class DraftLength:
 
 @dataclass
 class SelectionInterval:
-    """Chooses the selection interval of each round.
+    """Chooses the selection interval of each round, from ``intervals`` in steps, longest first.
 
-    Attributes:
-        intervals: Allowed intervals in steps, longest first. A single one is always chosen.
-        chosen: The last choice; tries do not change it.
-        acceptance: Acceptance of draft tokens, by interval.
-        verifies: Number of verifications, by interval.
+    ``chosen`` is the last choice; tries do not change it. ``acceptance`` of draft tokens and number of ``verifies`` are kept by interval.
     """
 
     intervals: Sequence[int]
@@ -144,7 +137,7 @@ class SelectionInterval:
     _tries: Counter[int] = field(default_factory=Counter)
 
     def choose(self, costs: RoundCosts, load: BatchLoad, drafts: int) -> int:
-        """Return the interval of the next round, in steps. ``drafts``: draft steps; 0 for plain decoding, which selects nothing."""
+        """Return the interval of the next round, in steps. ``drafts``: draft steps; 0 for plain decoding."""
         longest = self.intervals[0]
         self.chosen = self.chosen or longest
         if len(self.intervals) == 1 or not drafts:
@@ -191,10 +184,8 @@ class RoundMarks:
 
     Attributes:
         follows_plain: Whether the round before was plain, and no prefill came between.
-        start: The round begins; compressed KV is created and refreshed.
-        planned: Compressed KV is complete; drafting begins.
-        first_step: The first step is done; None if no other follows.
-        drafted: The last step is done.
+        start, planned: The round begins; compressed KV is complete, and drafting begins.
+        first_step, drafted: The first step is done, None if no other follows; the last step is done.
         ended: The round is done.
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
@@ -212,11 +203,9 @@ class RoundMarks:
 
 @dataclass
 class RoundTimer:
-    """Measures rounds, and chooses the draft length and the selection interval of the next one.
+    """Measures rounds, and chooses the draft length and the selection interval of the next one. All ranks use rank 0's choice.
 
     Attributes:
-        draft_length: Chooses the draft length.
-        ranks: Ranks that must all use rank 0's choice.
         compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
         selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
         observers: Called with the plan and the times of each measured round.
@@ -241,10 +230,7 @@ class RoundTimer:
     _short_rounds: RoundTimes | None = None
 
     def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
-        """Begin a round of requests with these context lengths, in tokens, and draft states.
-
-        Returns the draft length, 0 for plain decoding; and the selection interval in steps.
-        """
+        """Begin a round of requests with these context lengths, in tokens. Returns the draft length, and the selection interval in steps."""
         before = [] if self.running is None else self.running.plan.states
         self._follows_plain = self.running is not None and not self.running.plan.num_draft_steps
         same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
@@ -263,7 +249,7 @@ class RoundTimer:
         return drafts, interval
 
     def on_planned(self, plan: RoundPlan) -> None:
-        """Record that drafting begins. The round may have fewer draft steps than were chosen."""
+        """Record that drafting begins."""
         self.running = RoundMarks(plan, self._load, self._follows_plain, self._begun, Mark.now(self.device))
 
     def on_first_step(self) -> None:
@@ -283,7 +269,7 @@ class RoundTimer:
         self._close(None)
 
     def _close(self, following: Mark | None) -> None:
-        """End the running round at ``following``, the start of the next one. With None it ends after its own work."""
+        """End the running round at ``following``, the start of the next one; with None, after its own work."""
         running, self.running = self.running, None
         if running is not None and running.ended is not None:
             running.next = following or running.ended
@@ -291,11 +277,9 @@ class RoundTimer:
 
     def _learn(self) -> None:
         """Learn from the pending rounds whose marks the device passed."""
-        done: list[RoundMarks] = []
-        waiting: list[RoundMarks] = []
-        for timed in self._pending:
-            (done if timed.next.reached else waiting).append(timed)
-        self._pending = waiting
+        reached = [timed.next.reached for timed in self._pending]
+        done = [timed for timed, is_done in zip(self._pending, reached) if is_done]
+        self._pending = [timed for timed, is_done in zip(self._pending, reached) if not is_done]
         for timed in done:
             spent = self._times_of(timed)
             if self._is_typical(timed.plan) and (learned := self._merge_short_rounds(timed.plan, spent)) is not None:
@@ -307,9 +291,7 @@ class RoundTimer:
 
     def _times_of(self, timed: RoundMarks) -> RoundTimes:
         """The seconds of a round. Planning counts as the round's, unless compressed KV was created meanwhile."""
-        plan = timed.plan
-        planning = timed.start.until(timed.planned)
-        whole = timed.planned.until(timed.next)
+        plan, planning, whole = timed.plan, timed.start.until(timed.planned), timed.planned.until(timed.next)
         later_steps = None if timed.first_step is None else timed.first_step.until(timed.drafted)
         is_part = not (plan.num_draft_steps and timed.load.uncompressed) or self.compresses_each_round
         return RoundTimes(
@@ -330,7 +312,7 @@ class RoundTimer:
         return not (plan.early_reqs or plan.on_full_kv or any(reason in TRANSIENT_FALLBACKS for reason in plan.fallbacks))
 
     def _merge_short_rounds(self, plan: RoundPlan, spent: RoundTimes) -> RoundTimes | None:
-        """The seconds to learn from; None if there are none yet. Short rounds are added up until their drafts are verified."""
+        """The seconds to learn from, if any. Short rounds are added up until their drafts are verified."""
         if not plan.is_shortened:
             self._short_rounds = None
             # Without a verification, a round of full length misses the time of its verification.
