@@ -16,7 +16,6 @@ from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -58,7 +57,6 @@ class Worker(Protocol):
     model_runner: "ModelRunner"
     target_worker: "TpModelWorker"
     req_to_token_pool: "ReqToTokenPool"
-    token_to_kv_pool_allocator: "BaseTokenToKVPoolAllocator"
     lossy: bool
     max_verify_tokens: int
     methods: "ServedMethods"

@@ -38,10 +38,7 @@ def prepare_backends(model_runner: "ModelRunner") -> None:
 def capture_verify_graphs(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> "VerifyGraphSet | None":
-    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs.
-
-    ``verifier``: attention of verifications without a graph; None for the model's own.
-    """
+    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs."""
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
@@ -67,13 +64,11 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
 def create_compressed_attention(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
 ) -> AttentionOverride | None:
-    """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it.
-
-    Captured graphs record ``queries`` of steps if tokens are selected by them. ``selection_interval``: in steps; 0 if no method does so.
-    """
+    """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it."""
     if not on_gpu:
         model_runner.attn_backend.layout = layout
         return None
+    # Captured graphs record queries of steps if tokens are selected by them.
     records = selection_interval and model_runner.decode_cuda_graph_runner is not None
     with queries.capturing(max_captured_tokens(args, model_runner), steps=True) if records else nullcontext():
         # Rows that cache ranks send are plain tokens, too, but steps over them have a kernel of their own.
@@ -86,10 +81,8 @@ def create_compressed_attention(
 
 def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> "VerifyAttention | None":
     """Attention of verifications without a graph; None for the model's own."""
-    if args.kv_mode == "lossy":
-        return None
     # fa3 accepts only equal numbers of tokens per request.
-    if model_runner.decode_attention_backend_str not in ("triton", "fa3"):
+    if args.kv_mode == "lossy" or model_runner.decode_attention_backend_str not in ("triton", "fa3"):
         return None
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
 

@@ -5,7 +5,7 @@ Not planned: intermediate results of steps and of captured verifications. Like t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,13 +40,9 @@ PAGE_TABLES = 3
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model, as one rank holds it.
+    """Sizes of a model, as one rank holds it: attention layers, heads of each, channels of a key and of a value, and others.
 
-    Attributes:
-        layers, query_heads, kv_heads: Attention layers, and heads of each on this rank.
-        head_dim, value_dim: Channels of a query or key, and of a value.
-        number_bytes: Bytes of a number in queries, keys and values.
-        vocabulary, context: Tokens in the vocabulary, and of the longest context.
+    ``number_bytes``: of a number in queries, keys and values. ``context``: tokens of the longest context.
     """
 
     layers: int
@@ -93,8 +89,7 @@ class MemoryPlan:
         draft_rows: A second row of the token table for each request, and wider rows.
         compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
         scores: Predicted scores of all slots, and the network that predicts them.
-        exchange_buffers: Upper limit of the buffers through which cache ranks on other GPUs get keys and queries. If the ranks send rows,
-            also the records of compressed KV.
+        exchange_buffers: Upper limit of the buffers of cache ranks on other GPUs; if they send rows, also of compressed KV.
         prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
     """
 
@@ -114,19 +109,18 @@ class MemoryPlan:
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
     @property
+    def _parts(self) -> list[tuple[str, int]]:
+        return [(entry.metadata["name"], getattr(self, entry.name)) for entry in fields(self) if "name" in entry.metadata]
+
+    @property
     def total(self) -> int:
         """Sum of all parts, in bytes."""
-        return sum(size for _, size in self._parts())
+        return sum(size for _, size in self._parts)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {gb(size)}" for name, size in self._parts() if size)
+        parts = ", ".join(f"{name} {gb(size)}" for name, size in self._parts if size)
         rings = f"; queries of {self.rings} requests at once" if self.rings else ""
         return f"{gb(self.total)} of device memory beside the KV pool: {parts}{rings}"
-
-    def _parts(self) -> Iterator[tuple[str, int]]:
-        for entry in fields(self):
-            if "name" in entry.metadata:
-                yield entry.metadata["name"], getattr(self, entry.name)
 
 
 class MemoryUser(Protocol):
@@ -140,10 +134,7 @@ class MemoryUser(Protocol):
 class MemoryPlanner:
     """Plans memory for a server's flags, as SGLang resolved them, by the size of its pool. Features add their parts to the plan.
 
-    Attributes:
-        backend: Attention backend of decoding; verifications follow it.
-        on_gpu: Whether there are kernels and graphs.
-        capability: Compute capability of an NVIDIA GPU; otherwise None.
+    ``backend``: attention of decoding and verifications. ``capability``: compute capability of an NVIDIA GPU; otherwise None.
     """
 
     args: "KVServerArgs"
@@ -217,9 +208,9 @@ class MemoryPlanner:
 
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
         """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
-        args, model, rows = self.args, self.model, requests + 1
+        model, rows = self.model, requests + 1
         parts = {name: size for feature in self.features for name, size in feature.planned_bytes(self, requests, tokens, rings).items()}
-        scores, slots = self.served.scores, tokens + args.page_size
+        scores, slots = self.served.scores, tokens + self.args.page_size
         return MemoryPlan(
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
@@ -230,7 +221,7 @@ class MemoryPlanner:
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
             workspaces=self._workspaces(requests),
-            logits=4 * model.vocabulary * options.max_captured_tokens(args, requests) if self._captures else 0,
+            logits=4 * model.vocabulary * options.max_captured_tokens(self.args, requests) if self._captures else 0,
             **parts,
         )
 

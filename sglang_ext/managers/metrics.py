@@ -8,7 +8,7 @@ from sglang_ext.config.method_options import offered_methods
 from sglang_ext.core import FALLBACK_REASONS
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics import MetricWrapperBase
+    from prometheus_client import Counter, Gauge, Histogram
 
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.cost_model import RoundTimes
@@ -52,21 +52,20 @@ class KVMetrics:
     """The metrics of one scheduler process."""
 
     model_name: str
-    _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _counters: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _accept_length: "MetricWrapperBase | None" = None
+    _gauges: "dict[str, Gauge]" = field(default_factory=dict)
+    _counters: "dict[str, Counter]" = field(default_factory=dict)
+    _accept_length: "Histogram | None" = None
     _last_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, server_args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
-        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing."""
-        made = cls(server_args.served_model_name or server_args.model_path)
-        if server_args.enable_metrics and counts:
-            made._define(server_args, sources)
-        return made
+    def create(cls, args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
+        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
 
-    def _define(self, args: "KVServerArgs", sources: Iterable[MetricSource]) -> None:
-        """Define all metrics. The series of all known labels start at 0, because a rate needs a first value."""
+        The series of all known labels start at 0, because a rate needs a first value.
+        """
+        made = cls(args.served_model_name or args.model_path)
+        if not args.enable_metrics or not counts:
+            return made
         # Import it after SGLang prepared the folder of its processes.
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -76,15 +75,16 @@ class KVMetrics:
             counters.update(source.counters)
         counters["copies"] += tuple(offer.public_name for offer in offered_methods(args))
         for name, (text, *label) in gauges.items():
-            self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
+            made._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
         for name, (text, *rest) in counters.items():
             label, known = rest[:1], rest[1:]
-            self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
+            made._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
             for value in [(each,) for each in known] if label else [()]:
-                self._counters[name].labels(self.model_name, *value)
+                made._counters[name].labels(made.model_name, *value)
         buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
-        self._accept_length = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
-        self._accept_length.labels(self.model_name)
+        histogram = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
+        made._accept_length = histogram.labels(made.model_name)
+        return made
 
     def count(self, name: str, amount: float, *label: str) -> None:
         """Increase a counter; no-op without metrics."""
@@ -105,7 +105,7 @@ class KVMetrics:
         self.count("verifies", 1)
         self.count("accepted_drafts", num_tokens - 1)
         if self._accept_length is not None:
-            self._accept_length.labels(self.model_name).observe(num_tokens)
+            self._accept_length.observe(num_tokens)
 
     def observe_round(self, spent: "RoundTimes") -> None:
         """Report the seconds of a round's parts."""

@@ -30,11 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizedAttention(Feature):
-    """Frees full KV once quantized blocks hold it, and lets prompts attend to quantized KV.
-
-    Attributes:
-        prefill: Attention of prompts; None if it is exact.
-    """
+    """Frees full KV once quantized blocks hold it, and lets prompts attend to quantized KV. ``prefill`` is None if prompts are exact."""
 
     prefill: QuantizedPrefill | None = None
 

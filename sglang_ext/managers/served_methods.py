@@ -58,12 +58,11 @@ class ServedMethods:
         kv_heads, scaling = first_attention_layer(model).tp_k_head_num, attention_scaling(model)
         scores = load_slot_scores(args, tuple(scaling), kv_heads, rank)
         offered, methods = offered_methods(args), methods_of(args, len(scaling), kv_heads, rank, scores)
-        rotary = None
-        for offer, method in zip(offered, methods):
-            if method.needs_rotary:
-                from sglang_ext.mem_cache.compressed.rotary import find_rotary
+        rotary, rotating = None, [offer.name for offer, method in zip(offered, methods) if method.needs_rotary]
+        if rotating:
+            from sglang_ext.mem_cache.compressed.rotary import find_rotary
 
-                rotary = find_rotary(model, is_attention, offer.name)
+            rotary = find_rotary(model, is_attention, rotating[0])
         return cls(offered, methods, scores, rotary, first_kv_head(args, rank), scaling)
 
     @property
@@ -131,14 +130,13 @@ def check_files(args: "KVServerArgs") -> None:
     Raises:
         OptionError: There are no scores of the model; or the predictor is missing, has changed, or belongs to another model.
     """
-    if any(offer.drop_method == KVZIP for offer in offered_methods(args)):
-        config = args.get_model_config()
-        if _score_index(args, config.num_hidden_layers).empty:
-            raise OptionError(
-                f"--kv-scores is {args.kv_scores!r}, which has no scores of the model {args.model_path}: write them with "
-                f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
-                f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
-            )
+    uses_scores = any(offer.drop_method == KVZIP for offer in offered_methods(args))
+    if uses_scores and _score_index(args, args.get_model_config().num_hidden_layers).empty:
+        raise OptionError(
+            f"--kv-scores is {args.kv_scores!r}, which has no scores of the model {args.model_path}: write them with "
+            f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
+            f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
+        )
     if not _predicts(args):
         return
     predictor, config = _predictor(args), args.get_model_config()
@@ -177,6 +175,14 @@ def _predictor(args: "KVServerArgs") -> "Predictor":
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
+def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import model_folder, model_key
+
+    key = model_key(model_folder(args.model_path, args.revision))
+    return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())
+
+
 def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: "SlotScores | None") -> tuple[MethodSpec, ...]:
     """Specifications of the offered methods, in the order of :func:`offered_methods`, with the stored or predicted scores that they read.
 
@@ -207,7 +213,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
 
 
 def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_size: int, layout: KVLayout) -> tuple[CompressionMethod, ...]:
-    """Compression methods that create compressed KV of this layout in a pool with this page size, from ``methods`` (:func:`methods_of`)."""
+    """Compression methods that create compressed KV of this layout in a pool with this page size."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
         packing, quant_method = layout.slot_layout(each, plain), offer.quant_method or ""
@@ -218,11 +224,3 @@ def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_siz
 def first_kv_head(args: "KVServerArgs", rank: int) -> int:
     """Index, among the model's KV heads, of the first that a rank of ``--tp-size`` holds."""
     return rank * args.get_model_config().get_total_num_kv_heads() // args.tp_size
-
-
-def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
-    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
-    from sglang_ext.mem_cache.scores import model_folder, model_key
-
-    key = model_key(model_folder(args.model_path, args.revision))
-    return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())

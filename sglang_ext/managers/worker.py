@@ -198,13 +198,13 @@ class KVWorker(BaseSpecWorker):
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
-        if batch.forward_mode.is_idle():
-            result = self.target_worker.forward_batch_generation(batch)
-            result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
-            return result
         if batch.forward_mode.is_extend():
             return self.loop.prefill(batch, on_publish)
-        return self.loop.decode(batch, on_publish)
+        if not batch.forward_mode.is_idle():
+            return self.loop.decode(batch, on_publish)
+        result = self.target_worker.forward_batch_generation(batch)
+        result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
+        return result
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
         """Count the outcome of a decode round, once it is on the host."""

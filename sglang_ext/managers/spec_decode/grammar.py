@@ -3,21 +3,16 @@
 Drafts are made without the grammar. Their verification walks the grammar along the drafts to mask each row of logits, and rolls it back
 at once. So between forwards the grammar is always at the end of the output, also if the request is aborted or retracted.
 
-Under the overlapped loop, SGLang launches a round before it has appended the tokens of the last one to the outputs. A walk begins with
-these tokens.
+Under the overlapped loop, a walk begins with the tokens that SGLang has not appended to the output (``UnprocessedTokens``).
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow
-from sglang.srt.managers.utils import GenerationBatchResult
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 # Upper limit of drafts in a walk. Unprocessed output tokens come first, at most as many plus one; xgrammar can roll back 200 tokens.
 MAX_WALKED_DRAFTS = 96
@@ -34,45 +29,12 @@ def can_walk(grammar: BaseGrammarObject | None) -> bool:
     return grammar is None or (not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback)
 
 
-@dataclass(frozen=True)
-class UnprocessedTokens:
-    """Tokens of the newest forward that SGLang has not appended to the outputs when it launches the next forward.
-
-    ``reqs``: requests of the forward; empty if none of them has a grammar. ``result``: that of a prefill or a round.
-    """
-
-    reqs: Sequence["Req"] = ()
-    result: GenerationBatchResult | None = None
-
-    @classmethod
-    def from_result(cls, batch: "ScheduleBatch", result: GenerationBatchResult) -> "UnprocessedTokens":
-        """The unprocessed tokens of a forward of ``batch``."""
-        if all(req.grammar is None for req in batch.reqs):
-            return cls()
-        places = getattr(result, "positions", None)
-        return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
-
-    def tokens_of(self, req: "Req", length: int) -> list[int]:
-        """Tokens of a request of ``length`` tokens with KV that are not in its output yet. Waits for the forward that produces them."""
-        count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
-        if count <= 0:
-            return []
-        place = next(i for i, each in enumerate(self.reqs) if each is req)
-        self.result.copy_done.synchronize()
-        # A prefill has one token of each request.
-        stride = 1 if self.result.accept_lens is None else self.result.speculative_num_draft_tokens
-        return self.result.next_token_ids[place * stride : place * stride + count].tolist()
-
-
 @dataclass
 class GrammarWalk:
-    """Walks a request's grammar along its drafts. The grammar is at the end of the request's output before and after each call.
+    """Walks a request's grammar along the tokens after its output: ``unprocessed`` ones, then drafts. It is rolled back after each call.
 
-    Attributes:
-        drafts: Draft tokens, of which the first :data:`MAX_WALKED_DRAFTS` count.
-        unprocessed: Tokens between the output and the drafts.
-        num_masked_rows: Masked rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row
-            follows a draft that the grammar refuses, or is the one that ends the grammar.
+    ``num_masked_rows``: rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row follows a
+    draft that the grammar refuses, or is the one that ends the grammar.
     """
 
     grammar: BaseGrammarObject
@@ -126,23 +88,16 @@ def _allows(mask: torch.Tensor, token: int) -> bool:
 
 @dataclass(frozen=True)
 class DraftGrammar:
-    """A grammar after ``index`` drafts, which masks one row of logits. Replaces SGLang's object in ``SamplingBatchInfo.grammars``."""
+    """A grammar after ``index`` drafts, which masks one row of logits. Replaces SGLang's object in ``SamplingBatchInfo.grammars``.
+
+    All else that SGLang asks for (its end, how a mask is allocated, moved and applied) is that of the grammar at the end of the output.
+    """
 
     walk: GrammarWalk
     index: int
 
-    @property
-    def finished(self) -> bool:
-        """Whether the grammar is finished at the end of the output."""
-        return self.walk.grammar.finished
-
-    def is_terminated(self) -> bool:
-        """Whether the grammar is terminated at the end of the output."""
-        return self.walk.grammar.is_terminated()
-
-    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device) -> torch.Tensor:
-        """The backend's mask that allows all tokens."""
-        return self.walk.grammar.allocate_vocab_mask(vocab_size, batch_size, device)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.walk.grammar, name)
 
     def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
         """Mask each entry's row by its own grammar, after its own drafts."""
@@ -152,11 +107,3 @@ class DraftGrammar:
             walks.setdefault(id(after.walk), (after.walk, {}))[1][after.index] = entry.row
         for walk, rows in walks.values():
             walk.fill_mask(vocab_mask, rows)
-
-    def move_vocab_mask(self, vocab_mask: torch.Tensor, device) -> torch.Tensor:
-        """Move the mask to ``device``."""
-        return self.walk.grammar.move_vocab_mask(vocab_mask, device)
-
-    def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        """Set the logits of tokens that are not allowed to minus infinity, in place."""
-        self.walk.grammar.apply_vocab_mask(logits, vocab_mask)

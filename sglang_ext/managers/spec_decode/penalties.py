@@ -53,10 +53,8 @@ class Penalty:
 class PenaltyBatch:
     """Penalties of some requests, on the device.
 
-    Attributes:
-        weights: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
-            frequency penalty, else 0.
-        stops: Stop token ids of each request, int64; None without ``min_new_tokens``.
+    ``weights``: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
+    frequency penalty, else 0. ``stops``: stop token ids of each request, int64; None without ``min_new_tokens``.
     """
 
     penalties: list[Penalty]
@@ -65,7 +63,7 @@ class PenaltyBatch:
 
     @classmethod
     def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "PenaltyBatch":
-        """Move penalties to the device. Stop token ids of a tokenizer beyond the model's ``vocabulary`` are left out."""
+        """Move penalties to the device, without stop token ids beyond the model's ``vocabulary``."""
         weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
         known = [[token for token in penalty.stop_token_ids if token < vocabulary] for penalty in penalties]
         stops = [to_device(ids, device) if penalty.min_new_tokens else None for penalty, ids in zip(penalties, known)]
@@ -73,7 +71,7 @@ class PenaltyBatch:
 
     @property
     def addends(self) -> torch.Tensor:
-        """Addend of each counted token: float32 [requests, 1]."""
+        """Addend of a counted token, float32 [requests, 1]."""
         return self.weights[:, 3:4]
 
     def part(self, places: list[int], where: torch.Tensor) -> "PenaltyBatch":
@@ -96,12 +94,11 @@ class PenaltyBatch:
 
 
 class RoundPenalties:
-    """Penalties of a round in which some requests have penalties.
+    """Penalties of a round, for the requests at some positions in the batch.
 
     Attributes:
         counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
         places: int64 [requests], rows of ``counts`` of the penalized requests.
-        requests: Positions of the penalized requests in the batch.
         overlapped: Whether counts lag behind the outputs by one token.
         num_output, num_pending: Output tokens of each when the round begins, and pending drafts from earlier rounds.
     """
@@ -158,7 +155,7 @@ class RoundPenalties:
             by_request[where] = rows
 
     def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
-        """Count the output tokens of the batch, except the last of each request, after ``bonus_tokens``, int64 [batch], of earlier rounds."""
+        """Count the ``bonus_tokens``, int64 [batch], and the output tokens except the last of each request."""
         tokens = torch.cat([bonus_tokens[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
         # Add one token after another, as stock SGLang does: a sum of several would round differently.
@@ -206,7 +203,7 @@ class Penalties:
             self.counts = self._none
 
     def penalize_prefill(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
-        """Penalize the logits after prompts in place, float [requests, vocabulary]; of a retracted request, after its output so far."""
+        """Penalize the logits after prompts, and outputs of retracted requests, in place: float [requests, vocabulary]."""
         for i, req in enumerate(batch.reqs):
             penalty = Penalty.of(req)
             if penalty is None:

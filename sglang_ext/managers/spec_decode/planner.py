@@ -1,11 +1,7 @@
-"""Plans one decode round: which requests draft, which decode on the full KV, and which are verified at its end.
-
-Planning changes nothing: a plan follows from views of the requests alone. round_setup.py takes the views and executes the plan.
+"""Plans one decode round, from views of the requests alone: which draft, which decode on the full KV, and which are verified at its end.
 
 A round has y draft steps, forwards of one token per request. A request is verified when it has x draft tokens. In the plain case y = x.
 If the full KV has to be loaded first, y < x. If a request of the batch must be checked token by token, y = 1.
-
-Requests that cannot be drafted decode on the full KV in the same steps. Their tokens are output tokens.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -102,10 +98,7 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What one request does in a round: its step tokens are drafts or output tokens, and it reads its compressed or its full KV.
-
-    ``fallback``: why it reads its full KV, as an index into ``FALLBACK_REASONS``. ``is_early``: it drafts on the anchor of its full KV.
-    """
+    """What one request does in a round. ``fallback``: why it reads its full KV. ``is_early``: it drafts on the anchor of its full KV."""
 
     is_drafting: bool
     reads_compressed: bool
@@ -266,8 +259,8 @@ class RoundPlanner:
     ) -> RoundPlan:
         """Complete a plan: choose the requests that are verified at the end of the round, if their rows are ``ready``.
 
-        ``failed``: by position, why compressed KV could not be refreshed after its full KV was loaded. ``rows``: by row of each request that
-        has compressed KV, its draft row, and the tokens of that row minus those of the context.
+        ``failed``: by position, why compressed KV could not be refreshed. ``rows``: by row of each request that reads compressed KV, its draft
+        row, and the tokens of that row minus those of the context.
         """
         requests, num_pending = [*drafts.requests], [*drafts.num_pending]
         for i, reason in failed.items():

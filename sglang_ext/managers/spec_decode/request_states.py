@@ -1,18 +1,17 @@
 """The running requests: the draft state of each, from its prefill until it finishes, is aborted or retracted, and its counters.
 
-:func:`fallback_reason` says why a request can never draft. Such a request reads the full KV.
-
 SGLang carries a few counters of speculative decoding from the scheduler to the frontend. :func:`write_counters` fills them with ours,
 and :func:`meta_info_fields` reads them back under their own names.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_walk
+from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -59,11 +58,35 @@ def output_end(req: "Req") -> int:
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
 
 
-class RequestStates:
-    """Draft states of the running requests, by their rows in the token table, and the acceptance of all requests together.
+@dataclass(frozen=True)
+class UnprocessedTokens:
+    """Tokens that SGLang has not appended to the outputs when it launches the next forward; none if no request has a grammar."""
 
-    ``unprocessed_tokens``: tokens of the newest forward, which SGLang has not appended to the outputs yet.
-    """
+    reqs: Sequence["Req"] = ()
+    result: "GenerationBatchResult | None" = None
+
+    @classmethod
+    def from_result(cls, batch: "ScheduleBatch", result: "GenerationBatchResult") -> "UnprocessedTokens":
+        """The unprocessed tokens of a forward of ``batch``."""
+        if all(req.grammar is None for req in batch.reqs):
+            return cls()
+        places = getattr(result, "positions", None)
+        return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
+
+    def tokens_of(self, req: "Req", length: int) -> list[int]:
+        """Tokens of a request of ``length`` tokens with KV that are not in its output yet. Waits for the forward that produces them."""
+        count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
+        if count <= 0:
+            return []
+        place = next(i for i, each in enumerate(self.reqs) if each is req)
+        self.result.copy_done.synchronize()
+        # A prefill has one token of each request.
+        stride = 1 if self.result.accept_lens is None else self.result.speculative_num_draft_tokens
+        return self.result.next_token_ids[place * stride : place * stride + count].tolist()
+
+
+class RequestStates:
+    """Draft states of the running requests, by their rows in the token table, and the acceptance of all requests together."""
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
         self.args = args
@@ -76,7 +99,7 @@ class RequestStates:
         self._admitted = 0
 
     def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
-        """States of the requests in a batch. Requests that another server prefilled are admitted in their first round."""
+        """States of a batch's requests. Those that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
     def admit(self, req: "Req", matched: int) -> RequestState:
@@ -138,11 +161,7 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
 
 
 def write_counters(req: "Req", state: RequestState) -> None:
-    """Write a request's totals to one of SGLang's per-request lists of integers.
-
-    Layout: verifies, offered, accepted, fallback, compressor (its catalogue number; 0 for none), requested method, length of the accept
-    histogram, the accept histogram, the offer histogram.
-    """
+    """Write a request's totals to one of SGLang's per-request lists of integers, as :func:`meta_info_fields` reads them."""
     req.spec_cap_lens_histogram = [
         state.verifies,
         state.offered,

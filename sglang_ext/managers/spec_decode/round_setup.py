@@ -1,7 +1,5 @@
 """Sets up one decode round: takes views of the requests, executes what the planner asks for, and returns the complete plan.
 
-A round begins with five steps. Only the planner decides, and only this module acts:
-
 1. The full-KV provider processes completed loads and frees full KV.
 2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` allows it, in the order of the batch.
 3. ``RoundPlanner.draft`` plans the steps. A request whose KV could not be compressed reads its full KV.
@@ -32,10 +30,7 @@ MIN_P = FALLBACK_REASONS.index("min-p")
 
 
 class FullKVProvider:
-    """Says where the full KV of a request is, and when it can be verified.
-
-    Full KV of this base class never leaves the device for the host, but may be freed in mode lossy. So a request is verified as soon as it
-    has enough drafts. Features (managers/feature.py) have providers of full KV in host memory, and of full KV that is arriving.
+    """Says where the full KV of a request is, and when it can be verified: at once, unless a feature has a provider (feature.py).
 
     Attributes:
         drafts_per_load: Pending drafts of a request before its full KV is loaded; 0 if nothing is loaded.
@@ -59,10 +54,9 @@ class FullKVProvider:
         return nullcontext()
 
     def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
-        """Process completed loads, and free full KV that is no longer needed, at the start of a round.
+        """Process completed loads, and free full KV that is no longer needed. ``iteration_seconds``: measured seconds of a round.
 
         ``drafting``: by row of each request that drafts on compressed KV, the last node of its path, and the number of covered tokens.
-        ``iteration_seconds``: measured seconds of a round; None before the first measurement.
         """
         if self.freed_full_kv is not None:
             self.freed_full_kv.free_full_kv(reqs, drafting)
@@ -98,7 +92,7 @@ class FullKVProvider:
         """Keep the full KV of the request in ``row`` on the device, because it reads it in this round."""
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Begin loads, and select the rows to verify in this round. Arguments as :meth:`DraftPlan.rounds_until_load` and ``ripe``."""
+        """Begin loads, and select the rows to verify in this round. Arguments as in :class:`DraftPlan`."""
         return ripe
 
     def restore(self, row: int) -> None:

@@ -190,11 +190,11 @@ class RoundMarks:
         next: The next round of the same requests begins; :attr:`ended` if other work came between.
     """
 
-    plan: RoundPlan
     load: BatchLoad
     follows_plain: bool
     start: Mark
-    planned: Mark
+    plan: RoundPlan | None = None
+    planned: Mark | None = None
     first_step: Mark | None = None
     drafted: Mark | None = None
     ended: Mark | None = None
@@ -210,7 +210,7 @@ class RoundTimer:
         selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
         observers: Called with the plan and the times of each measured round.
         recent_rounds: Seconds of the newest rounds.
-        running: The newest planned round. Its marks are set while it runs.
+        running: The newest round. Its marks are set while it runs.
     """
 
     draft_length: DraftLength | FixedDraftLength
@@ -222,20 +222,15 @@ class RoundTimer:
     observers: Sequence[Callable[[RoundPlan, RoundTimes], None]] = ()
     recent_rounds: RecentTimes = field(default_factory=RecentTimes)
     running: RoundMarks | None = None
-    _begun: Mark | None = None
-    _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
-    _follows_plain: bool = False
     _pending: list[RoundMarks] = field(default_factory=list)
     _short_rounds: RoundTimes | None = None
 
     def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
         """Begin a round of requests with these context lengths, in tokens. Returns the draft length, and the selection interval in steps."""
-        before = [] if self.running is None else self.running.plan.states
-        self._follows_plain = self.running is not None and not self.running.plan.num_draft_steps
-        same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
-        self._begun = Mark.now(self.device)
-        self._close(self._begun if same else None)
+        plan, start = None if self.running is None else self.running.plan, Mark.now(self.device)
+        same = plan is not None and len(plan.states) == len(states) and all(a is b for a, b in zip(plan.states, states))
+        self._close(start if same else None)
         self._learn()
         # Requests that never draft do not count: no draft length changes their speed.
         able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
@@ -245,12 +240,13 @@ class RoundTimer:
             load = load._replace(selection_interval=self.selection_interval.choose(self.costs, load, self._drafts))
         choice = self.draft_length.choose(self.costs, load, able or [0.0]), load.selection_interval
         drafts, interval = self.ranks.agree(choice)
-        self._load, self._drafts = load._replace(selection_interval=interval), drafts or self._drafts
+        self._drafts = drafts or self._drafts
+        self.running = RoundMarks(load._replace(selection_interval=interval), plan is not None and not plan.num_draft_steps, start)
         return drafts, interval
 
     def on_planned(self, plan: RoundPlan) -> None:
         """Record that drafting begins."""
-        self.running = RoundMarks(plan, self._load, self._follows_plain, self._begun, Mark.now(self.device))
+        self.running.plan, self.running.planned = plan, Mark.now(self.device)
 
     def on_first_step(self) -> None:
         """Record that the first of several steps was launched."""

@@ -1,8 +1,7 @@
 """Samples one token from each row of logits, with SGLang's own sampler.
 
-Draft and verification use the same noise: SGLang's seeded sampler at the same position. So the token that a verification row samples is
-the output token, and a draft token is accepted if it equals that. The output has the distribution of the full KV. If the request has a
-seed, its tokens are identical to those of stock decoding.
+Draft and verification use the same noise: SGLang's seeded sampler at the same position. A draft token is accepted if it equals the token
+that the verification samples. So the output has the distribution of the full KV, and with a seed the tokens of stock decoding.
 
 SGLang samples a whole batch by one route: all greedy, plain, or sorted for top-k and top-p. The routes consume noise differently. Here
 rows are grouped by the route of their own request, so that the output of a request does not depend on the other requests.
@@ -24,7 +23,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk, UnprocessedTokens
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,14 +31,12 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from sglang_ext.managers.spec_decode.planner import RoundPlan
+    from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 
 
 @dataclass(frozen=True)
 class LogitRow:
-    """One row of logits to sample from, of the request at this position in the batch.
-
-    ``seed``: of the noise that draft and verification share; None for SGLang's own choice. ``grammar``: masks the row, unless None.
-    """
+    """One row of logits to sample from. ``seed``: of the noise that draft and verification share; None for SGLang's own choice."""
 
     request: int
     seed: int | None
@@ -52,12 +49,9 @@ class LogitRow:
 
 
 def grammar_walks(
-    unprocessed: UnprocessedTokens, batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
+    unprocessed: "UnprocessedTokens", batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
 ) -> dict[int, GrammarWalk]:
-    """The grammars of ``requests`` that have one, by position in the batch, to walk along ``drafts``, int64 [requests, drafts].
-
-    Waits for the tokens that they are walked along.
-    """
+    """The grammars of ``requests`` that have one, to walk along ``drafts``, int64 [requests, drafts]. Waits for these tokens."""
     rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
     if not rows:
         return {}
@@ -163,10 +157,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplingGroup:
-    """Rows that take the same route through SGLang's sampler, by their indices among all rows.
-
-    ``places``: the same, int64 on the device; None if the group has all rows, in order. ``batch``: the sampler's (:func:`sampling_batch`).
-    """
+    """Rows that take the same route. ``places``: the same, int64 on the device; None if the group has all rows, in order."""
 
     rows: list[int]
     places: torch.Tensor | None
@@ -197,10 +188,7 @@ class RowSampler:
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
-        """Sample from each row of ``logits``, float [rows, vocabulary], which the sampler may overwrite.
-
-        ``positions``: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
-        """
+        """Sample from ``logits``, float [rows, vocabulary], in place. ``positions``: int64 [rows], of input tokens, select the noise."""
         if len(self.groups) == 1 and not self.logprobs:
             return SampledTokens(self._draw(self.groups[0], logits, positions)[0])
         empty = (torch.empty(0), [])
@@ -226,9 +214,8 @@ class RowSampler:
 def draw_with_finite_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw with Gumbel noise from a hash, as SGLang's ``multinomial_with_seed``, but never with infinite noise.
 
-    SGLang divides the hash by its largest value, so that the quotient can be 1. Once in ``2**32 / vocabulary`` tokens the noise is
-    infinite, and draws a token whatever its probability, even 0. Seeds that a request gave (deterministic mode) draw as in SGLang. The
-    other seeds are ours. They follow SGLang's distribution without seeds, and so draw none of these tokens.
+    SGLang divides the hash by its largest value. So once in ``2**32 / vocabulary`` tokens the noise is infinite, and draws a token whatever
+    its probability. Seeds that a request gave (deterministic mode) draw as in SGLang; generated ones draw none of these tokens.
 
     ``logprobs``: float [rows, vocabulary]; ``seed``: int64 [rows]; ``positions``: int [rows]; the result: int64 [rows, 1].
     """

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import AcceptanceTracker, RequestState
-from sglang_ext.device import Mark
 from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, FixedDraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
 from sglang_ext.managers.spec_decode.planner import RoundPlan
@@ -167,7 +167,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), costs=SimpleNamespace(observe=self._observe))
         self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []

@@ -12,7 +12,8 @@ from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, UnprocessedTokens, GrammarWalk, can_walk
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, GrammarWalk, can_walk
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token

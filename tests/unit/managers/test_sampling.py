@@ -6,11 +6,11 @@ import torch
 import torch._dynamo
 from held_entries import held_entries
 from sglang.srt.layers import sampler
+from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.spec_decode import sampling
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, draw_with_finite_noise, sampling_batch
 from sglang_ext.platforms.torch_kernels import murmur_hash32
 
@@ -158,7 +158,7 @@ def test_no_noise_of_ours_draws_a_token_that_has_no_probability(monkeypatch):
     logprobs[0, [3, 5]] = -0.7
     stocks = lambda *args: "stock's"  # noqa: E731
     deterministic = SimpleNamespace(enable_deterministic_inference=False)
-    monkeypatch.setattr(sampling, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
+    monkeypatch.setattr(get_context(), "_config_bags", {"exec": SimpleNamespace(deterministic=deterministic)})
     with torch._dynamo.config.patch(disable=True):
         assert draw_with_finite_noise(stocks, logprobs, seed, position).item() in (3, 5)
     deterministic.enable_deterministic_inference = True
