@@ -43,9 +43,7 @@ class Worker(Protocol):
     """The part of the worker (worker.py) that features and rounds read.
 
     Attributes:
-        target_worker: SGLang's worker of the target model, which runs prefills.
         req_to_token_pool: SGLang's token table, with the draft rows.
-        lossy: True in ``--kv-mode lossy``.
         max_verify_tokens: Largest number of tokens of a request in a verification.
         attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
         graphs: Captured verifications; None if there are none.
@@ -92,13 +90,11 @@ MetricValue = tuple[str, float] | tuple[str, float, str]
 
 
 class Feature:
-    """Base of the features. The defaults do nothing.
+    """Base of the features. The worker calls the methods in the order of their definition. The defaults do nothing.
 
-    The worker calls the methods in the order of their definition: :meth:`planned_bytes` before SGLang sizes its pool,
-    :meth:`on_graphs_captured` after SGLang captured its graphs, :meth:`selector` and :meth:`full_kv_provider` once the prefix tree exists,
-    before the first forward.
-
-    ``gauges``, ``counters``: metrics that the feature adds: help text, then the name of a label and its known values if there is one.
+    It calls :meth:`planned_bytes` before SGLang sizes its pool, :meth:`on_graphs_captured` after SGLang captured its graphs, :meth:`selector`
+    and :meth:`full_kv_provider` once the prefix tree exists, before the first forward. ``gauges`` and ``counters`` are metrics that the
+    feature adds: help text, then the name of a label and its known values if there is one.
     """
 
     gauges: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -118,14 +114,11 @@ class Feature:
         """Prepare for the first request, once SGLang created the pool, backends and graphs. An exception stops the server."""
 
     def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
-        """Create the object that selects tokens while steps run. The first result that is not None is used.
-
-        ``method``: the server's first one. Methods that select in steps are served alone.
-        """
+        """Create the object that selects tokens while steps run; None for none. Methods that select in steps are served alone."""
         return None
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
-        """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
+        """Create the full-KV provider; None to keep full KV on the device."""
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Current values of :attr:`gauges`, and totals of :attr:`counters`."""

@@ -94,9 +94,7 @@ def unpin_plans(model_runner: "ModelRunner", graphs: "VerifyGraphSet | None") ->
 
     FlashInfer writes the plan of a forward (which block reads which KV) to pinned memory, and the device copies it when it reaches the
     forward. A decode round is many forwards ahead by then, and has overwritten the plan: kernels would read KV that does not exist. From
-    unpinned memory, CUDA copies before the call returns (CUDA Runtime API, "API synchronization behavior").
-
-    Call this after graphs are captured: each graph has a wrapper of its own.
+    unpinned memory, CUDA copies before the call returns (CUDA Runtime API, "API synchronization behavior"). Each graph has a wrapper.
     """
     captured = [graph.attn_backend for graph in graphs.graphs] if graphs else []
     count = sum(map(unpin, [model_runner.attn_backend, *captured]))
@@ -134,8 +132,7 @@ def _planned(value: object, seen: set[int]) -> Iterator[object]:
 def compile_slot_kernel(token_table: torch.Tensor, requests: int) -> None:
     """Compile SGLang's kernel that writes the slots of new tokens to the token table, by running each variant with nothing to write.
 
-    Triton compiles it again for each power of 2 of requests, and for slots that do not begin at a multiple of 16 bytes. Each compilation
-    takes about 40 ms. ``token_table``: int32 [rows, width]. ``requests``: upper limit of running requests.
+    Triton compiles it again for each power of 2 of at most ``requests`` requests, and for slots that do not begin at a multiple of 16 bytes.
     """
     slots = torch.zeros(4, dtype=torch.int64, device=token_table.device)
     for exponent in range((requests - 1).bit_length() + 1):

@@ -31,13 +31,9 @@ def check_round(reqs: "Sequence[Req]", plan: RoundPlan, provider: FullKVProvider
 
 
 def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:
-    """Check that a forward writes only its own slots, that no slot in use is free, and that the prefix tree is consistent.
+    """Raise :class:`IntegrityError` unless a forward writes only its own slots, no slot in use is free, and the prefix tree is consistent.
 
-    ``exact_tokens``: by the request's row in the token table, positions whose full KV is in the pool. ``written``: int64 [tokens], slots
-    that the forward writes.
-
-    Raises:
-        IntegrityError: With the two owners and the slots.
+    ``exact_tokens``: by the request's row, positions whose full KV is in the pool. ``written``: int64 [tokens], slots that it writes.
     """
     exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
     compressed_slots = compressed_kv.all_slots()

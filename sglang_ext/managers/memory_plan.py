@@ -88,7 +88,6 @@ class MemoryPlan:
         rings: Requests whose newest queries are kept at once, in ``query_rings`` bytes.
         draft_rows: A second row of the token table for each request, and wider rows.
         compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
-        scores: Predicted scores of all slots, and the network that predicts them.
         exchange_buffers: Upper limit of the buffers of cache ranks on other GPUs; if they send rows, also of compressed KV.
         prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
     """
@@ -146,12 +145,9 @@ class MemoryPlanner:
     features: Sequence[MemoryUser] = ()
 
     @classmethod
-    def of(
-        cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser] = ()
-    ) -> "MemoryPlanner":
+    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser]) -> "MemoryPlanner":
         """The planner for a loaded model."""
-        _, backend = args.get_attention_backends()
-        there = torch.empty(0, device=model_runner.device)
+        backend, there = args.get_attention_backends()[1], torch.empty(0, device=model_runner.device)
         return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, capability(there), features)
 
     @property

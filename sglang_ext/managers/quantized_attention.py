@@ -1,7 +1,4 @@
-"""Quantized attention: decoding without full KV (``--kv-mode lossy``), and prompts that attend to quantized KV (``--kv-prefill quantized``).
-
-If compressed KV holds all tokens in quantized blocks, nothing reads the full KV of these tokens in mode lossy, and it is freed.
-"""
+"""Quantized attention: decoding without full KV (``--kv-mode lossy``), and prompts that attend to quantized KV (``--kv-prefill quantized``)."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizedAttention(Feature):
-    """Frees full KV once quantized blocks hold it, and lets prompts attend to quantized KV. ``prefill`` is None if prompts are exact."""
+    """Frees full KV once quantized blocks hold all tokens, and lets prompts attend to quantized KV. ``prefill`` is None if prompts are exact."""
 
     prefill: QuantizedPrefill | None = None
 

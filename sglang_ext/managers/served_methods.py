@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 class ServedMethods:
     """The methods that requests may ask for, as they name them and as specifications. The first one serves requests that ask for none.
 
-    Attributes:
-        scores: Predicted scores by slot; None if no method reads them.
-        rotary: The model's rotary embedding; None if no method needs it.
-        first_head: Index, among the model's KV heads, of the first that this rank holds.
-        scaling: Factor on query-key products of each attention layer, by its index in the model.
+    ``scores`` by slot, and the ``rotary`` embedding, are None if no method needs them. ``first_head``: index, among the model's KV heads, of
+    the first that this rank holds. ``scaling``: factor on query-key products, by the index of the attention layer in the model.
     """
 
     offered_methods: tuple[OfferedMethod, ...]
@@ -86,15 +83,11 @@ class ServedMethods:
         codes = SlotCodes(buffers.keys, buffers.layer_ids, bits)
         return replace(buffers, codes=codes.held), codes
 
-    def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, receives_rows: bool = False) -> KVLayout:
+    def layout(self, args: "KVServerArgs", buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVLayout:
         """The layout of the compressed KV. At most one method packs tokens, or points to full KV; that one is served alone.
 
-        Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured.
-
-        Args:
-            adaptive: Whether heads keep different numbers of tokens.
-            token_table: int32 [rows, width], with the draft rows.
-            receives_rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
+        Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured. ``token_table``: int32 [rows,
+        width], with the draft rows.
 
         Raises:
             ValueError: Heads of this size cannot be packed.
@@ -104,7 +97,7 @@ class ServedMethods:
             from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 
             return QuantizedLayout.for_table(Packing.for_pool(quantizer, buffers, page_size, self.rotary), token_table)
-        if receives_rows:
+        if selection_options.has_remote_values(args):
             return ExchangedRowLayout()
         pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
         if pointing is not None:
@@ -117,7 +110,7 @@ class ServedMethods:
 
             extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
             return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)
-        if adaptive:
+        if args.kv_head_budgets == "adaptive":
             from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
             return RaggedHeadLayout.of(buffers, len(token_table))
@@ -152,8 +145,6 @@ def check_files(args: "KVServerArgs") -> None:
 def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> "SlotScores | None":
     """Load the predicted scores of a rank's KV heads; None if no compressor reads them. ``layers``: indices in the model.
 
-    If there are more ranks in ``--tp-size`` than heads, neighbouring ranks have the same heads.
-
     Raises:
         OptionError: The predictor is missing, has changed, or belongs to another model.
     """
@@ -162,6 +153,7 @@ def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int,
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
     predictor = _predictor(args)
+    # If there are more ranks than heads, neighbouring ranks have the same heads.
     return SlotScores(predictor.of_heads(rank * predictor.kv_heads // args.tp_size, kv_heads), layers)
 
 

@@ -1,7 +1,6 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
-Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. The decode loop (spec_decode/decode_loop.py)
-runs the rounds of running requests. See docs/architecture.md.
+Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. Then the decode loop runs the rounds (docs/architecture.md).
 """
 
 import logging
@@ -12,7 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
-from sglang_ext.config import options, selection_options
+from sglang_ext.config import options
 from sglang_ext.core import TPRanks
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
@@ -75,7 +74,6 @@ class KVWorker(BaseSpecWorker):
         """SGLang copies lengths to the host if any listed object sets ``needs_cpu_seq_lens``. The worker needs them to plan."""
         return (*super().spec_v2_attn_backends, self)
 
-    # SGLang reads this attribute of each object above.
     needs_cpu_seq_lens = True
 
     @exit_on_refusal
@@ -91,8 +89,7 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.buffers, codes = served.buffers(args, self.model_runner.token_to_kv_pool)
-        adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
-        self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
+        self.layout = served.layout(args, self.buffers, page_size, table)
         self.key_derived_data = codes or self.layout.key_derived_data
         if self.key_derived_data is not None:
             # Set it before any graph is captured, because graphs also call it for the keys that they write.
@@ -105,8 +102,8 @@ class KVWorker(BaseSpecWorker):
     @exit_on_refusal
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
-        args, runner, on_gpu = self.server_args, self.model_runner, self.buffers.on_gpu
-        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, self.methods.selection_interval, self.layout, on_gpu)
+        args, runner, interval = self.server_args, self.model_runner, self.methods.selection_interval
+        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, self.buffers.on_gpu)
         verifier = graph_capture.create_verify_attention(args, runner)
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = graph_capture.capture_verify_graphs(args, runner, self.queries, verifier)
@@ -189,12 +186,13 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
-        if batch.tree_cache.freed_full_kv is not None:
-            batch.tree_cache.freed_full_kv.write_restored()
+        tree = batch.tree_cache
+        if tree.freed_full_kv is not None:
+            tree.freed_full_kv.write_restored()
         result = self._forward(batch, on_publish)
         self.requests.record_result(batch, result)
-        if batch.tree_cache.host is not None:
-            batch.tree_cache.host.tier.on_forward_launched()
+        if tree.host is not None:
+            tree.host.tier.on_forward_launched()
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:

@@ -1,10 +1,8 @@
 """Cost model of decode rounds: predicts the time of plain steps, draft steps and verifications at any load, from measured rounds.
 
-*Base model.* A forward takes a fixed time plus a time per byte that it reads: the weights once, and the KV of all tokens that its requests
-attend to. It is fitted to plain steps, or to draft steps until a plain step was measured.
-
-*Corrections.* The ratio of measured to predicted times corrects predictions near the measured loads, by kind of work. Far from them the base
-model alone counts.
+In the base model a forward takes a fixed time plus a time per byte that it reads: the weights once, and the KV of all tokens that its requests
+attend to. It is fitted to plain steps, or to draft steps until a plain step was measured. The ratio of measured to predicted times corrects
+predictions near the measured loads, by kind of work. Far from them the base model alone counts.
 """
 
 from collections import deque
@@ -41,10 +39,7 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
 
 
 class BatchLoad(NamedTuple):
-    """The size of a batch, in context tokens of all requests, and of those that have no compressed KV yet.
-
-    ``selection_interval``: in steps; 1 for methods that do not select in steps.
-    """
+    """The size of a batch. ``uncompressed``: context tokens of requests without compressed KV. ``selection_interval``: in steps."""
 
     requests: int
     tokens: int
@@ -63,14 +58,12 @@ class BatchLoad(NamedTuple):
 
 
 class RoundTimes(NamedTuple):
-    """The steps of a round, of which either draft or plain ones are 0, and its measured seconds.
+    """The steps of a round, or of several that are added up, and their measured seconds.
 
     Attributes:
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
-        drafting: Seconds of all draft steps, from the moment when the first one is prepared.
+        drafting, later_steps: Seconds of all draft steps, from the preparation of the first one; and without the first one.
         whole: Seconds of the round without ``compressing``, up to the next round.
-        later_steps: Seconds of the steps after the first one; None if there are none.
-        num_rounds: Number of rounds that are added up.
         follows_plain: Whether the round before was plain. After drafts or a prefill the device waits for the host.
     """
 
@@ -139,10 +132,7 @@ class ForwardTimeModel:
 
     @classmethod
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
-        """The base model with the smallest squared relative errors, and no negative part. All ``sizes``, in bytes, are above 0.
-
-        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes.
-        """
+        """The base model with the smallest squared relative errors. If the sizes, in bytes, hardly differ, the fixed time is 0."""
         from scipy.optimize import nnls
 
         # Scale both columns to the order of the times: the solver would ignore a much smaller one.
@@ -210,12 +200,9 @@ class MeasuredTimes:
 class RoundCosts:
     """Predicts the seconds of the parts of a round, at any load.
 
-    Attributes:
-        weights, token_bytes: Bytes of the model's weights, and of a token's full KV in all layers.
-        share: Approximate share of a context's bytes that a draft step reads.
-        widths: Tokens per request of the captured verification graphs, ascending; empty without graphs.
-        rest_times: Times of rounds without their draft steps, up to the beginning of the next round.
-        compressing: Seconds to create compressed KV, per context token.
+    ``weights``, ``token_bytes``: bytes of the model's weights, and of a token's full KV in all layers. ``share``: of a context's bytes that a
+    draft step reads, approximately. ``widths``: tokens per request of the captured verification graphs, ascending; empty without graphs.
+    ``compressing``: seconds to create compressed KV, per context token.
     """
 
     weights: float = 1.0

@@ -3,8 +3,8 @@
 A round is one call by SGLang's scheduler. Steps replay the target model's CUDA graphs of one token per request, verifications graphs of
 their own (verify_graphs.py). The host does not wait for the device in a round, except for drafts under a grammar and for log-probabilities.
 
-Drafts that are not verified in their round stay pending on the device. If the full KV is in host memory, verifications are spread over
-the rounds, so that the link is never congested (VeriCache, section 5: cross-resource staggering).
+If the full KV is in host memory, drafts stay pending on the device, and verifications are spread over the rounds, so that the link is never
+congested (VeriCache, section 5: cross-resource staggering).
 """
 
 from collections.abc import Callable
@@ -42,10 +42,7 @@ PLACEMENT_INTERVAL = 8
 
 
 class DecodeLoop:
-    """Runs the decode rounds of a worker's batches.
-
-    ``strict``: whether to check in each round that no slot has two owners, and that ranks plan alike.
-    """
+    """Runs the decode rounds of a worker's batches."""
 
     def __init__(
         self, worker: "Worker", round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport
@@ -57,6 +54,7 @@ class DecodeLoop:
         self.setup = setup
         self.report = report
         self.provider = setup.provider
+        # Check in each round that no slot has two owners, and that ranks plan alike.
         self.strict = bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
         self.pending_drafts = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
         self.penalties = Penalties(steps.table.device)
@@ -95,8 +93,7 @@ class DecodeLoop:
         self.round_timer.on_drafted()
         parts = [self.verifier.verify(batch, plan, part, tokens, self.pending_drafts, penalized) for part in plan.verify_batches]
         if plan.full_kv_reqs:
-            counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
-            parts.append(OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts))
+            parts.append(OutputTokens.from_steps(plan, steps, tokens))
         output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
         if penalized is not None:
             penalized.count_output(batch.spec_info.bonus_tokens, output)

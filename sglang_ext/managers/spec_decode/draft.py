@@ -1,10 +1,9 @@
 """Runs and samples a worker's forwards: draft steps of one token per request, verifications over the full KV, and prefills.
 
-A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), if there is one. Forwards over the full KV
-record queries for compressors that score keys by them.
+Forwards over the full KV record queries for compressors that score keys by them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -94,12 +93,10 @@ class StepRunner:
         penalized: RoundPenalties | None,
         on_first_step: Callable[[], None],
     ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
-        """Run the steps of a round, one after another.
+        """Run the steps of a round. ``tokens``: int64 [requests], the last of each, at positions ``starts``.
 
-        Args:
-            tokens: int64 [requests], the last token of each, draft or output, at positions ``starts``.
-            slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
-            on_first_step: Called after the launch of the first step, if there are others.
+        ``slots``: int64 [requests, at least steps], for the KV of the steps and of later tokens; all are written to the rows.
+        ``on_first_step``: called after the launch of the first step, if there are others.
         """
         if (selector := self.worker.compressed_kv.async_selector) is not None:
             selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
@@ -178,13 +175,9 @@ class StepRunner:
 class SimulatedAcceptance:
     """Accepts drafts at random instead of by comparison with the full KV, for benchmarks (``--kv-bench-acceptance``).
 
-    Drafting, the verification over full KV and the roll-back of rejected drafts stay real. The output is useless, and its ``meta_info``
-    marks it (hooks/frontend.py).
-
-    Attributes:
-        probability: Probability, from 0 to 1, that a draft is accepted if the ones before it were. A request may ask for another one with
-            ``"custom_params": {"kv_acceptance": 0.95}``.
-        noise: Source of the randomness; equal on all ranks.
+    Drafting, verification and the roll-back of rejected drafts stay real. ``meta_info`` marks the useless output (hooks/frontend.py).
+    ``probability``, from 0 to 1, is that of a draft's acceptance if the ones before it are accepted. A request may ask for another one with
+    ``"custom_params": {"kv_acceptance": 0.95}``. ``noise`` is equal on all ranks.
     """
 
     probability: float
@@ -224,14 +217,13 @@ class Verifier:
     ) -> OutputTokens:
         """Verify the drafts of some requests with the full KV. Returns the accepted tokens and the bonus token of each.
 
-        ``step_tokens``: int64 [all requests, steps], tokens of the round's steps. ``pending_drafts`` also has those of requests with drafts
-        from earlier rounds.
+        ``step_tokens``: int64 [all requests, steps], tokens of the round's steps.
         """
         num_drafts = [plan.num_draft_tokens(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
         where = slice(None) if whole else to_device(requests, step_tokens.device)
         part = batch if whole else forward.select_requests(batch, requests, where)
-        # Each request's own number of drafts counts; the rest is padding.
+        # Each request's own number of drafts counts; the rest is padding. Pending drafts include those of this round.
         with_earlier = any(plan.num_pending[i] for i in requests)
         drafts = pending_drafts.first(part.req_pool_indices, max(num_drafts)) if with_earlier else step_tokens[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
@@ -307,19 +299,15 @@ def prefill(
         from sglang_ext.managers.quantized_attention import QuantizedAttention
 
         attention = worker.feature(QuantizedAttention).computing_prompts(batch, states)
-    recorded = rows_to_record(worker.compressed_kv, states, _recorded_queries(batch))
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, accumulate(batch.extend_lens))
+    rows = (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+    recorded = rows_to_record(worker.compressed_kv, states, rows)
     with worker.queries.recording(recorded), attention:
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result, penalties)
     result.next_draft_input = KVDraftInput(result.next_token_ids)
     result.new_seq_lens = batch.seq_lens
     return result
-
-
-def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
-    """The queries of all tokens of the batch."""
-    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, accumulate(batch.extend_lens))
-    return (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
 
 
 def _first_tokens(

@@ -2,8 +2,6 @@
 
 Drafts are made without the grammar. Their verification walks the grammar along the drafts to mask each row of logits, and rolls it back
 at once. So between forwards the grammar is always at the end of the output, also if the request is aborted or retracted.
-
-Under the overlapped loop, a walk begins with the tokens that SGLang has not appended to the output (``UnprocessedTokens``).
 """
 
 from collections.abc import Sequence
@@ -21,17 +19,15 @@ BITS = 32
 
 
 def can_walk(grammar: BaseGrammarObject | None) -> bool:
-    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and rolled back.
-
-    Outlines cannot roll back. SGLang's wrapper for reasoning models restores its own state for whole verifications only.
-    """
+    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and rolled back."""
+    # Outlines cannot roll back. SGLang's wrapper for reasoning models restores its own state for whole verifications only.
     wrapped = getattr(grammar, "grammar", None) is not None
     return grammar is None or (not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback)
 
 
 @dataclass
 class GrammarWalk:
-    """Walks a request's grammar along the tokens after its output: ``unprocessed`` ones, then drafts. It is rolled back after each call.
+    """Walks a request's grammar along the tokens after its output: those that SGLang has not appended to it (``UnprocessedTokens``), then drafts.
 
     ``num_masked_rows``: rows, from the first on, whose tokens may become output tokens; :meth:`fill_mask` sets it. The last row follows a
     draft that the grammar refuses, or is the one that ends the grammar.
@@ -47,39 +43,33 @@ class GrammarWalk:
         return DraftGrammar(self, index) if index <= min(len(self.drafts), MAX_WALKED_DRAFTS) else None
 
     def fill_mask(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
-        """Mask the rows of ``vocab_mask``, int32 [rows, vocabulary / 32], that may give output tokens. Other rows allow all tokens.
-
-        ``rows``: row of the mask by the number of drafts before it, from 0 on.
-        """
+        """Mask the ``rows``, by the number of drafts before each, of ``vocab_mask``, int32 [rows, vocabulary / 32]."""
+        grammar, taken = self.grammar, 0
         # The sampler gives a token that the grammar refuses if the grammar and min_new_tokens together allow none. SGLang aborts the request
         # when it processes this token. xgrammar ignores a refused token. llguidance raises from then on, also in a rollback.
         with suppress(ValueError):
-            self._fill(vocab_mask, rows)
-
-    def _fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
-        grammar, taken = self.grammar, 0
-        try:
-            for token in self.unprocessed:
-                grammar.accept_token(token)
-                taken += 1
-                if grammar.finished:
-                    # llguidance's end marker, which its matcher does not count. SGLang takes it back if the output continues.
-                    grammar.finished = False
-                    taken -= 1
-                elif grammar.is_terminated():
-                    return
-            for index in range(len(rows)):
-                if grammar.is_terminated():
-                    break
-                grammar.fill_vocab_mask(vocab_mask, rows[index])
-                self.num_masked_rows = index + 1
-                if index == len(self.drafts) or not _allows(vocab_mask[rows[index]], token := self.drafts[index]):
-                    break
-                grammar.accept_token(token)
-                taken += 1
-        finally:
-            if taken:
-                grammar.rollback(taken)
+            try:
+                for token in self.unprocessed:
+                    grammar.accept_token(token)
+                    taken += 1
+                    if grammar.finished:
+                        # llguidance's end marker, which its matcher does not count. SGLang takes it back if the output continues.
+                        grammar.finished = False
+                        taken -= 1
+                    elif grammar.is_terminated():
+                        return
+                for index in range(len(rows)):
+                    if grammar.is_terminated():
+                        break
+                    grammar.fill_vocab_mask(vocab_mask, rows[index])
+                    self.num_masked_rows = index + 1
+                    if index == len(self.drafts) or not _allows(vocab_mask[rows[index]], token := self.drafts[index]):
+                        break
+                    grammar.accept_token(token)
+                    taken += 1
+            finally:
+                if taken:
+                    grammar.rollback(taken)
 
 
 def _allows(mask: torch.Tensor, token: int) -> bool:

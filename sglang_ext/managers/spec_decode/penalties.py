@@ -27,10 +27,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Penalty:
-    """Penalties of a request, as in SGLang's ``SamplingParams``.
-
-    ``weights``: frequency, presence and repetition penalty. ``stop_token_ids`` are not allowed in the first ``min_new_tokens`` tokens.
-    """
+    """Penalties of a request, as in SGLang's ``SamplingParams``. ``weights``: frequency, presence and repetition penalty."""
 
     weights: tuple[float, float, float]
     min_new_tokens: int = 0
@@ -82,8 +79,7 @@ class PenaltyBatch:
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
         """Penalize ``rows`` of logits in place, float [requests, rows, vocabulary]; those of a request follow one another in its output.
 
-        Additive penalties come before the factor, as in SGLang's overlapped loop. ``counts``: float32, of the same shape, as
-        :attr:`Penalties.counts`. ``begun``: output tokens of each request before its first row.
+        ``counts``: float32, of the same shape, as :attr:`Penalties.counts`. ``begun``: output tokens of each request before its first row.
         """
         for part in _at_once(len(rows), rows.shape[1]):
             _penalize(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
@@ -96,11 +92,8 @@ class PenaltyBatch:
 class RoundPenalties:
     """Penalties of a round, for the requests at some positions in the batch.
 
-    Attributes:
-        counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
-        places: int64 [requests], rows of ``counts`` of the penalized requests.
-        overlapped: Whether counts lag behind the outputs by one token.
-        num_output, num_pending: Output tokens of each when the round begins, and pending drafts from earlier rounds.
+    ``counts``: float32 [places, vocabulary], as :attr:`Penalties.counts`; :meth:`count_output` changes them. ``places``: int64 [requests],
+    their rows of ``counts``. ``overlapped``: whether counts lag behind the outputs by one token.
     """
 
     def __init__(self, counts: torch.Tensor, places: torch.Tensor, penalties: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
@@ -135,10 +128,7 @@ class RoundPenalties:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a verification in place, each row by the drafts before it: float [requests * at least width, vocabulary].
-
-        ``tokens``: int64 [requests, width], the last output token of each of ``requests``, and its drafts.
-        """
+        """Penalize the logits of a verification in place, float [requests * at least width, vocabulary], by ``tokens`` [requests, width]."""
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
@@ -164,6 +154,7 @@ class RoundPenalties:
 
 
 def _penalize(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
+    """Penalize ``rows`` in place. Additive penalties come before the factor, as in SGLang's overlapped loop."""
     frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
     seen = counts != 0
     if frequency or presence:
@@ -190,7 +181,7 @@ def _mask_of_first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 class Penalties:
     """Token counts of the running requests with penalties: ``counts``, float32 [places, vocabulary], on the device.
 
-    Each time a token of the output before its newest token is counted, the frequency penalty is added, or 1 if there is none.
+    Each time a token is counted, the frequency penalty is added, or 1 if there is none.
     """
 
     def __init__(self, device: torch.device):

@@ -32,7 +32,6 @@ class RoundPlan:
         verify_batches: Requests that are verified at the end of the round; one list per forward.
         early_reqs: Requests that draft on the anchor because the residual has not arrived.
         is_shortened: The round has one step, because a request must be checked token by token.
-        selection_interval: Steps between two selections.
     """
 
     states: list[RequestState]
@@ -116,13 +115,11 @@ class RequestView:
     """What the plan of a round depends on, of one request. The planner only reads the state.
 
     Attributes:
-        length: Tokens whose full KV is known.
-        remaining: Tokens left to generate.
+        length, remaining: Tokens whose full KV is known, and tokens left to generate.
         is_checked_token_by_token: SGLang keeps state from token to token: a grammar, a logit processor, or hidden states.
         is_short: It has too few tokens for compressed KV, and has none.
         can_get_queries: Its queries would be recorded, so that it can be compressed later.
-        is_early: It drafts on the anchor of its full KV.
-        has_arrived: The residual of its full KV has arrived; True if it does not wait for one.
+        is_early, has_arrived: It drafts on the anchor of its full KV; it waits for no residual.
         is_offloaded: Its row must not be read, because full KV is missing or stored elsewhere.
         is_lost: A part of its full KV is in no tier.
         tokens_until_refresh: Tokens until it gets or refreshes compressed KV; 0 if that is due now, or never happens.
@@ -206,7 +203,6 @@ class RoundPlanner:
     Attributes:
         max_pending: Upper limit of a request's pending drafts.
         narrow: Draft tokens up to which any number of requests are verified in one forward. Wider verifications run in small batches.
-        lossy: Decode on compressed KV without verifying.
         separates_full_kv: Requests on the full KV must not share steps with others, whose attention kernel rounds differently.
     """
 

@@ -30,7 +30,6 @@ def fallback_reason(req: "Req") -> int:
     """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
     Custom logit processors have state of their own, SGLang's seeded sampler has no ``min_p``, and hidden states of drafts are of no use.
-    A test lists all fields of SGLang's ``SamplingParams`` (test_eligibility.py).
     """
     if not can_walk(req.grammar):
         return FALLBACK_REASONS.index("grammar")
@@ -162,17 +161,8 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
 
 def write_counters(req: "Req", state: RequestState) -> None:
     """Write a request's totals to one of SGLang's per-request lists of integers, as :func:`meta_info_fields` reads them."""
-    req.spec_cap_lens_histogram = [
-        state.verifies,
-        state.offered,
-        state.accepted,
-        state.fallback,
-        state.compressor,
-        state.method,
-        len(state.accept_histogram),
-        *state.accept_histogram,
-        *state.offer_histogram,
-    ]
+    counters = state.verifies, state.offered, state.accepted, state.fallback, state.compressor, state.method, len(state.accept_histogram)
+    req.spec_cap_lens_histogram = [*counters, *state.accept_histogram, *state.offer_histogram]
 
 
 def restore_counters(req: "Req", state: RequestState) -> None:
@@ -185,10 +175,8 @@ def restore_counters(req: "Req", state: RequestState) -> None:
 
 
 def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
-    """The ``meta_info`` fields, from the list of :func:`write_counters`; zeros and None for a request of one token.
-
-    ``suffixes`` are those of the server's methods.
-    """
+    """The ``meta_info`` fields, from the list of :func:`write_counters`. ``suffixes`` are those of the server's methods."""
+    # A request of one token has an empty list.
     verifies, offered, accepted, fallback, compressor, method, split = record[:NUM_COUNTERS] or (0,) * NUM_COUNTERS
     return {
         "kv_verifies": verifies,

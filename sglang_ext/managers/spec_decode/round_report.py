@@ -47,14 +47,10 @@ REASON_WORDS = {
 
 @dataclass
 class DraftTotals:
-    """Sums over the rounds with draft steps.
+    """Sums over the rounds with draft steps, and the last selection interval, in steps; 0 if the server does not choose it.
 
-    Attributes:
-        selection_interval: Selection interval of the last one, in steps; 0 if the server does not choose it.
-        verifies, offered, accepted: Verifications, counted for each request, and their draft tokens.
-        seconds, plain_seconds: Measured time of the rounds at loads near a measured plain step; and predicted time of plain steps for their
-            tokens.
-        undrafted_tokens: Tokens without drafts in any round, by index into ``FALLBACK_REASONS``.
+    ``seconds``: of rounds at loads near a measured plain step. ``plain_seconds``: predicted time of plain steps for their tokens.
+    ``undrafted_tokens``: tokens without drafts in any round, by index into ``FALLBACK_REASONS``.
     """
 
     rounds: int = 0
@@ -83,12 +79,8 @@ class DraftTotals:
 class RoundReport:
     """Counts the outcomes of rounds, sets the metrics, and logs a line a minute.
 
-    Attributes:
-        interval: Learns from the accepted drafts of each selection interval; None if no method selects by the queries of steps.
-        reports_drafting: Whether to report what drafting gains; False in mode lossy.
-        writes_log: Whether this process writes the log line for all ranks.
-        timeline: Records events for a benchmark; None otherwise.
-        totals: Sums over the rounds since the last log line.
+    ``interval`` is None if no method selects by the queries of steps. ``reports_drafting``: what drafting gains; False in mode lossy.
+    ``writes_log``: whether this process logs for all ranks. ``totals``: since the last log line.
     """
 
     lengths: DraftLength | FixedDraftLength
@@ -189,11 +181,11 @@ class RoundReport:
         plain, reasons = totals.undrafted_tokens.total(), [self._why(reason) for reason, _ in totals.undrafted_tokens.most_common(2)]
         if not totals.rounds:
             return f"drafting is off in the last {seconds:.0f} s, {plain} tokens: {'; '.join(reasons) or 'requests ended'}"
-        gain, rate, length = (figures[f"draft_{name}"] for name in ("gain", "acceptance_rate", "accept_length"))
+        gain = figures["draft_gain"]
         compared = "not known, as no plain step was measured near this load" if gain is None else f"{gain:.2f} over plain steps"
         parts = [
             f"drafting in the last {seconds:.0f} s: {totals.rounds} rounds, draft length {figures['draft_length']:.1f}",
-            f"acceptance rate {rate:.2f}, accept length {length:.2f}, gain {compared}",
+            f"acceptance rate {figures['draft_acceptance_rate']:.2f}, accept length {figures['draft_accept_length']:.2f}, gain {compared}",
         ]
         if totals.selection_interval:
             parts.append(f"selection every {totals.selection_interval} steps")

@@ -34,8 +34,7 @@ class FullKVProvider:
 
     Attributes:
         drafts_per_load: Pending drafts of a request before its full KV is loaded; 0 if nothing is loaded.
-        residency: Tracks whose full KV is on the device; None if full KV stays there.
-        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
+        residency, policy: Which full KV is on the device, and how much may leave it; None if full KV stays there.
         early: Requests that may draft before all of their full KV has arrived; None if there are none.
         freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it; None if full KV stays.
     """
@@ -124,7 +123,9 @@ class RoundSetup:
         selection_interval: int = 1,
     ) -> RoundPlan:
         """Set up a round of ``wanted`` draft steps or fewer, or of plain steps if it is 0. ``lengths``: as in :class:`RoundPlan`."""
-        self.provider.on_round_start(batch.reqs, self._compressed_prefixes(batch.reqs, states), iteration_seconds)
+        pairs = ((req, self.compressed_kv.get(state.row), state) for req, state in zip(batch.reqs, states) if state.fallback in RETRYABLE)
+        drafting = {state.row: (req.last_node, compressed.covered) for req, compressed, state in pairs if compressed is not None}
+        self.provider.on_round_start(batch.reqs, drafting, iteration_seconds)
         headroom = self.planner.headroom(wanted, len(states))
         may_compress = self.planner.may_compress(states, wanted)
         compressed = self._compress(zip(batch.reqs, states, lengths), may_compress, headroom)
@@ -133,11 +134,6 @@ class RoundSetup:
         drafts = self.planner.draft(views, wanted, compressed)
         ready, failed = self._load(batch.reqs, drafts, headroom)
         return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), selection_interval)
-
-    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> "dict[int, tuple[TieredNode, int]]":
-        """Argument ``drafting`` of :meth:`FullKVProvider.on_round_start`."""
-        pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
-        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
 
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
         row, provider = state.row, self.provider
@@ -194,12 +190,12 @@ class RoundSetup:
 
     def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Write the slots of the newest tokens to the draft rows of requests that read compressed KV. Returns ``rows`` of the planner."""
-        found = {}
+        found, compressed_kv = {}, self.compressed_kv
         for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):
             if plan.reads_compressed and i not in failed:
-                self.compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
-                compressed = self.compressed_kv.get(view.row)
-                found[view.row] = self.compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered
+                compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
+                compressed = compressed_kv.get(view.row)
+                found[view.row] = compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered
         return found
 
 

@@ -1,13 +1,12 @@
 """Measures rounds, and chooses the draft length (``--kv-draft-length auto``) and the selection interval (``--kv-select-every auto``).
 
-*Draft length.* All requests of a batch have the same one: the one with the most tokens per second (VeriCache, equation (11), with measured
-times). Length 0 is plain decoding on the full KV. A cost model (cost_model.py) predicts times, also at loads that were not measured. While
-drafting pays, plain steps are rarely measured. While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short
-round with drafts, which measures drafting again. Probes lose at most :data:`PROBE_SHARE` of the time.
+*Draft length.* All requests of a batch have the one with the most tokens per second (VeriCache, equation (11), with measured times); 0 is
+plain decoding on the full KV. A cost model (cost_model.py) predicts times at any load. While drafting does not pay, the batch decodes
+plainly, and now and then runs a *probe*: a short round with drafts, which measures drafting again.
 
-*Selection interval.* The number of draft steps between two selections. With a short interval draft steps are slow, because a selection reads
-all keys. With a long one drafts read an old selection and fewer are accepted. Both effects are measured for each interval, from the longest
-to the shortest. The next shorter one is tried only if it could win: if it avoided half of the rejections and its selections took no time.
+*Selection interval.* With few draft steps between two selections, steps are slow, because a selection reads all keys. With many, fewer drafts
+are accepted. Both effects are measured for each interval, from the longest to the shortest. The next shorter one is tried only if it could
+win: if it avoided half of the rejections and its selections took no time.
 """
 
 from collections import Counter
@@ -57,11 +56,9 @@ class FixedDraftLength:
 
 @dataclass
 class DraftLength:
-    """Chooses the draft length of each round, at most ``longest``.
+    """Chooses the draft length of each round, at most ``longest``. Probes and measurements of plain steps do not change the ``chosen`` one.
 
-    Attributes:
-        chosen: The last choice; probes and measurements of plain steps do not change it.
-        predicted_gain: Predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
+    ``predicted_gain``: predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
     """
 
     longest: int
@@ -125,10 +122,7 @@ class DraftLength:
 
 @dataclass
 class SelectionInterval:
-    """Chooses the selection interval of each round, from ``intervals`` in steps, longest first.
-
-    ``chosen`` is the last choice; tries do not change it. ``acceptance`` of draft tokens and number of ``verifies`` are kept by interval.
-    """
+    """Chooses the selection interval of each round, from ``intervals`` in steps, longest first. Tries do not change the ``chosen`` one."""
 
     intervals: Sequence[int]
     chosen: int = 0
@@ -180,14 +174,10 @@ class SelectionInterval:
 
 @dataclass
 class RoundMarks:
-    """The marks of a round on the device. The host sets each one when it launches the work.
+    """The marks of a round on the device: it starts, compressed KV is complete, the first of several steps is done, the last one, the round.
 
-    Attributes:
-        follows_plain: Whether the round before was plain, and no prefill came between.
-        start, planned: The round begins; compressed KV is complete, and drafting begins.
-        first_step, drafted: The first step is done, None if no other follows; the last step is done.
-        ended: The round is done.
-        next: The next round of the same requests begins; :attr:`ended` if other work came between.
+    ``follows_plain``: whether the round before was plain, and no prefill came between. ``next``: the next round of the same requests begins;
+    :attr:`ended` if other work came between.
     """
 
     load: BatchLoad
@@ -205,12 +195,8 @@ class RoundMarks:
 class RoundTimer:
     """Measures rounds, and chooses the draft length and the selection interval of the next one. All ranks use rank 0's choice.
 
-    Attributes:
-        compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
-        selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
-        observers: Called with the plan and the times of each measured round.
-        recent_rounds: Seconds of the newest rounds.
-        running: The newest round. Its marks are set while it runs.
+    ``compresses_each_round``: whether the time to refresh compressed KV counts as the round's. ``selection_interval`` is None if no method
+    selects by the queries of steps. ``observers`` are called with each measured round. ``running``: the newest round.
     """
 
     draft_length: DraftLength | FixedDraftLength

@@ -3,8 +3,8 @@
 Draft and verification use the same noise: SGLang's seeded sampler at the same position. A draft token is accepted if it equals the token
 that the verification samples. So the output has the distribution of the full KV, and with a seed the tokens of stock decoding.
 
-SGLang samples a whole batch by one route: all greedy, plain, or sorted for top-k and top-p. The routes consume noise differently. Here
-rows are grouped by the route of their own request, so that the output of a request does not depend on the other requests.
+SGLang samples a whole batch by one route, and the routes consume noise differently. Here rows are grouped by the route of their own request,
+so that the output of a request does not depend on the other requests.
 """
 
 import dataclasses
@@ -75,10 +75,7 @@ def sampling_route(req: "Req") -> str:
 
 
 def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
-    """The fields of a forward batch that ``ModelRunner.sample`` reads, except for the positions.
-
-    All rows of one call take the same route, and either all or none have a seed.
-    """
+    """What ``ModelRunner.sample`` reads of a forward batch, except positions. All ``rows`` take one route; all or none have a seed."""
     index, grammars = [row.request for row in rows], [row.grammar for row in rows]
     params, is_greedy = [batch.reqs[i].sampling_params for i in index], sampling_route(batch.reqs[index[0]]) == "greedy"
     info = pick_requests(batch.sampling_info, index, device)
@@ -136,9 +133,7 @@ def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.
 class SampledTokens:
     """Sampled tokens, int64 [rows], and their log-probabilities, float [rows]; None if not requested.
 
-    Attributes:
-        top_logprobs: For each row, (values, token ids) of the most likely tokens; empty if not requested, as the next one.
-        requested_logprobs: For each row, (values, token ids) of the token ids that the request asked for.
+    For each row, ``top_logprobs`` has (values, token ids) of the most likely tokens, ``requested_logprobs`` of the requested token ids.
     """
 
     tokens: torch.Tensor
@@ -246,10 +241,7 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
 
 
 class SamplerCache:
-    """Keeps at most ``most`` samplers while the same requests run: creating one takes a dozen operations on the device.
-
-    Samplers as large as the logits, or that depend on the output, are created each time.
-    """
+    """Keeps at most ``most`` samplers while the same requests run: creating one takes a dozen operations on the device."""
 
     def __init__(self, model_runner: "ModelRunner", most: int = 64):
         self.model_runner = model_runner
@@ -262,6 +254,7 @@ class SamplerCache:
     ) -> RowSampler:
         """The sampler of ``width`` rows of each of the ``requests``. ``rows`` makes the rows if a sampler is created."""
         info = batch.sampling_info
+        # Do not keep samplers that are as large as the logits, or depend on the output.
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
             return RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
         # A retracted request returns with another state, and other noise.
