@@ -30,7 +30,7 @@ PLAN = "_pin_memory_int_workspace_buffer"
 
 
 def prepare_backends(model_runner: "ModelRunner") -> None:
-    """Called before SGLang creates backends and graphs. For SGLang, the target's runner decodes plainly, with one token per request."""
+    """Let SGLang create backends and graphs of plain decoding, with one token per request, and our ``torch_native`` backend."""
     use_plain_decoding(model_runner)
     torch_native.register()
 

@@ -186,13 +186,12 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
-        tree = batch.tree_cache
-        if tree.freed_full_kv is not None:
-            tree.freed_full_kv.write_restored()
+        if batch.tree_cache.freed_full_kv is not None:
+            batch.tree_cache.freed_full_kv.write_restored()
         result = self._forward(batch, on_publish)
         self.requests.record_result(batch, result)
-        if tree.host is not None:
-            tree.host.tier.on_forward_launched()
+        if batch.tree_cache.host is not None:
+            batch.tree_cache.host.tier.on_forward_launched()
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:

@@ -1,7 +1,7 @@
 """Cost model of decode rounds: predicts the time of plain steps, draft steps and verifications at any load, from measured rounds.
 
-In the base model a forward takes a fixed time plus a time per byte that it reads: the weights once, and the KV of all tokens that its requests
-attend to. It is fitted to plain steps, or to draft steps until a plain step was measured. The ratio of measured to predicted times corrects
+In the base model a forward takes a fixed time plus a time per byte that it reads. It reads the weights once, and the KV of its requests. The
+model is fitted to plain steps, or to draft steps until a plain step was measured. The ratio of measured to predicted times corrects
 predictions near the measured loads, by kind of work. Far from them the base model alone counts.
 """
 

@@ -3,7 +3,7 @@
 A round is one call by SGLang's scheduler. Steps replay the target model's CUDA graphs of one token per request, verifications graphs of
 their own (verify_graphs.py). The host does not wait for the device in a round, except for drafts under a grammar and for log-probabilities.
 
-If the full KV is in host memory, drafts stay pending on the device, and verifications are spread over the rounds, so that the link is never
+If the full KV is in host memory, drafts stay pending on the device. Verifications are spread over the rounds, so that the link is never
 congested (VeriCache, section 5: cross-resource staggering).
 """
 
@@ -72,7 +72,7 @@ class DecodeLoop:
         return result
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count the outcome of a round, once it is on the host."""
+        """Count the outcome of a round, once it is on the host. Ignores results of other forwards."""
         if isinstance(result, RoundResult):
             self.report.account(batch, result)
 

@@ -62,8 +62,10 @@ class PenaltyBatch:
     def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "PenaltyBatch":
         """Move penalties to the device, without stop token ids beyond the model's ``vocabulary``."""
         weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
-        known = [[token for token in penalty.stop_token_ids if token < vocabulary] for penalty in penalties]
-        stops = [to_device(ids, device) if penalty.min_new_tokens else None for penalty, ids in zip(penalties, known)]
+        stops = [
+            to_device([token for token in penalty.stop_token_ids if token < vocabulary], device) if penalty.min_new_tokens else None
+            for penalty in penalties
+        ]
         return cls(penalties, to_device(weights, device, torch.float32), stops)
 
     @property
@@ -128,7 +130,8 @@ class RoundPenalties:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a verification in place, float [requests * at least width, vocabulary], by ``tokens`` [requests, width]."""
+        """Penalize logits of a verification in place. ``tokens``: int64 [requests, width], the last output token of each, and its drafts."""
+        # Logits: float [requests * at least width, vocabulary]. Rows beyond the width are ignored.
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}

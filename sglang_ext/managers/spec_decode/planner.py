@@ -155,7 +155,7 @@ class RequestView:
 
     @property
     def is_open(self) -> bool:
-        """Whether this round decides what it reads: it can be drafted, and does not go on with what it drafted on before."""
+        """Whether this round decides what it reads: it can be drafted, and does not continue its drafts."""
         return self.state.fallback in RETRYABLE and not (self.stays_early or self.drafts_as_before)
 
 

@@ -175,8 +175,7 @@ def restore_counters(req: "Req", state: RequestState) -> None:
 
 
 def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
-    """The ``meta_info`` fields, from the list of :func:`write_counters`. ``suffixes`` are those of the server's methods."""
-    # A request of one token has an empty list.
+    """The ``meta_info`` fields, from the list of :func:`write_counters`; it is empty for one token. ``suffixes``: of the server's methods."""
     verifies, offered, accepted, fallback, compressor, method, split = record[:NUM_COUNTERS] or (0,) * NUM_COUNTERS
     return {
         "kv_verifies": verifies,

@@ -34,7 +34,8 @@ class FullKVProvider:
 
     Attributes:
         drafts_per_load: Pending drafts of a request before its full KV is loaded; 0 if nothing is loaded.
-        residency, policy: Which full KV is on the device, and how much may leave it; None if full KV stays there.
+        residency: Tracks whose full KV is on the device; None if full KV stays there.
+        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
         early: Requests that may draft before all of their full KV has arrived; None if there are none.
         freed_full_kv: Full KV that was freed, because compressed KV or a cache rank holds it; None if full KV stays.
     """

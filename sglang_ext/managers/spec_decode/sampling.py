@@ -183,7 +183,7 @@ class RowSampler:
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
-        """Sample from ``logits``, float [rows, vocabulary], in place. ``positions``: int64 [rows], of input tokens, select the noise."""
+        """Sample from ``logits``, float [rows, vocabulary], and overwrite them. ``positions``, int64 [rows], of the inputs select the noise."""
         if len(self.groups) == 1 and not self.logprobs:
             return SampledTokens(self._draw(self.groups[0], logits, positions)[0])
         empty = (torch.empty(0), [])
