@@ -260,7 +260,7 @@ def test_what_attention_chooses_pages_in_is_counted_in_graphs_and_outside_as_it_
     paged = replace(plain, served=ServedMethods((), (method_of_gpus,)))
     found = paged.plan(requests, 1000, 0)
     assert plain.plan(requests, 1000, 0).selection_workspaces == replace(paged, on_gpu=False).plan(requests, 1000, 0).selection_workspaces == 0
-    width, total = paged._width + paged.ahead, 0
+    width, total = paged.row_tokens, 0
     keys = [torch.zeros(160, TINY.kv_heads, TINY.head_dim)]
     table = torch.zeros(2, width, dtype=torch.int32)
     begins = PagePointerLayout.of_pool(Pointers(8, 16), table, PageExtremes(keys, (0,), 16), Quest(in_attention=True))
