@@ -35,7 +35,7 @@ from sglang_ext.managers.cache_rank.protocol import (
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.policy import max_tail
@@ -286,7 +286,7 @@ class CacheRanks(Feature):
             self._client = LayerwiseClient(links, *given, timeline=PackTimeline(file))
         return self._client
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
         compressed_kv = worker.compressed_kv
         stays = options.why_full_kv_stays(self.args) is not None or self.args.disaggregation_mode != "null"
@@ -296,7 +296,7 @@ class CacheRanks(Feature):
         takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
         logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
         tail = max_tail(method, compressed_kv.allocator.page_size, worker.memory.model.context)
-        return FreedFullKVProvider(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
+        return FullKVProvider(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the ranks; none if no ranks were started."""
