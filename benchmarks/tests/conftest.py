@@ -1,7 +1,11 @@
 """Fixtures of the benchmarks' tests."""
 
+import subprocess
+from collections.abc import Iterator
+
 import pytest
 from bench_helpers import CharTokenizer, Here
+from launched import Launches
 from method_registry import own_methods  # noqa: F401
 from model_fixtures import demo_model, model, plugin, tiny  # noqa: F401
 from transformers import AutoTokenizer
@@ -19,3 +23,12 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def char_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model has a tokenizer with one token per character."""
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: CharTokenizer())
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """SGLang servers that start answer from this process."""
+    found = Launches()
+    monkeypatch.setattr(subprocess, "Popen", found.popen)
+    yield found
+    found.close()
