@@ -22,12 +22,14 @@ class LaunchedServer:
         flags: Flags of the server, without those of every server.
         env: Environment variables that only this server has.
         log: File of its log.
+        port: Port on which it answers.
         group: Its process group.
         ended: Whether its process has ended.
     """
 
     def __init__(self, flags: tuple[str, ...], env: Mapping[str, str], log: Path) -> None:
         self.flags, self.env, self.log = flags, env, log
+        self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -148,6 +150,7 @@ class Launches:
         if not server.can_start():
             return Process(["false"], **given)
         listener = Listener(("127.0.0.1", port), type("", (Handler,), {"launched": server}))
+        server.port = port
         threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
         server.process = Process(["sleep", "600"], **given)
         with self._lock:
