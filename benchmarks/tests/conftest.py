@@ -1,6 +1,7 @@
 """Fixtures of the benchmarks' tests."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(subprocess, "Popen", found.popen)
     yield found
     found.close()
+
+
+@pytest.fixture
+def quick_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``time.sleep`` takes a millisecond, and ``time.monotonic`` goes on by what it should have taken."""
+    clock, sleep, slept = time.monotonic, time.sleep, [0.0]
+
+    def pass_by(seconds: float) -> None:
+        slept[0] += seconds
+        sleep(min(seconds, 0.001))
+
+    monkeypatch.setattr(time, "sleep", pass_by)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + slept[0])

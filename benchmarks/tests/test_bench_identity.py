@@ -23,7 +23,6 @@ from sglang_ext_bench.comparing.identity_config import config_from
 from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
 
-
 pytestmark = pytest.mark.usefixtures("checked_here")
 
 

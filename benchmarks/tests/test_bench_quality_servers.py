@@ -21,7 +21,11 @@ from sglang_ext_bench.quality.named_method import NamedMethod
 from sglang_ext_bench.quality.options import QualityConfig, add_arguments, config_from
 from sglang_ext_bench.quality.reporting.plots import by_bytes, by_speed, write
 from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
-from sglang_ext_bench.quality.server_measurements import compressed_share, score_answer, tokens_per_second
+from sglang_ext_bench.quality.server_measurements import (
+    compressed_share,
+    score_answer,
+    tokens_per_second,
+)
 
 TOPS = 3
 OUTPUT = 4

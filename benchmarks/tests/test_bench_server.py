@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.tools import server_flags
-from sglang_ext.tools import CommandError
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as server_module
+from sglang_ext.tools.server_client import ServerClient, free_port
+from sglang_ext.tools.server_process import (
+    ServerProcess,
+    check_servers,
+    leave_on_signals,
+    stop_all,
+)
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.client import SamplingSettings, generate
-from sglang_ext.tools.server_client import ServerClient, free_port
-from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all
-from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -149,14 +149,20 @@ class Launches:
         server = self.make(flags, env, Path(given["stdout"].name))
         if not server.can_start():
             return Process(["false"], **given)
-        listener = Listener(("127.0.0.1", port), type("", (Handler,), {"launched": server}))
-        server.port = port
-        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+        self.listen(server, port)
         server.process = Process(["sleep", "600"], **given)
         with self._lock:
-            self._listeners.append(listener)
             self.made.append(server)
         return server.process
+
+    def listen(self, server: LaunchedServer, port: int = 0) -> str:
+        """Let a server answer on ``port``, or on any free one, without a process. Returns its URL."""
+        listener = Listener(("127.0.0.1", port), type("", (Handler,), {"launched": server}))
+        server.port = listener.server_port
+        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+        with self._lock:
+            self._listeners.append(listener)
+        return f"http://127.0.0.1:{server.port}"
 
     def close(self) -> None:
         """Stop answering."""
