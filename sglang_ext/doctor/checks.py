@@ -57,14 +57,7 @@ RANKS_REMEDY = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        name: What was checked.
-        ok: Whether sglang-ext can serve with what was found.
-        found: What was found.
-        remedy: What to do if not ``ok``. Empty if it is.
-    """
+    """One line of the report. ``ok``: sglang-ext can serve with what was found. ``remedy``: what to do if not, else empty."""
 
     name: str
     ok: bool
