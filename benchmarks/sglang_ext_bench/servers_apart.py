@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,8 @@ class ServersApart:
         name: Start of the logs' names.
         port: Port of the first server. The other servers and then the bootstrap servers have the next ports. 0 for any free ports.
         env: Environment variables, by role.
-        settings: Further arguments of :class:`ServerProcess`.
+        server: Creates a server, as :class:`ServerProcess`.
+        settings: Further arguments of ``server``.
 
     Attributes:
         of: Servers by role.
@@ -48,6 +49,7 @@ class ServersApart:
         name: str,
         port: int = 0,
         env: Mapping[str, Mapping[str, str]] | None = None,
+        server: Callable[..., ServerProcess] = ServerProcess,
         **settings: Any,
     ) -> None:
         ports = iter(range(port, port + ports_taken(*(len(flags[role]) for role in ROLES)))) if port else _free_ports()
@@ -58,7 +60,7 @@ class ServersApart:
             for index, server_flags in enumerate(flags[role]):
                 bootstrap = ("--disaggregation-bootstrap-port", str(self.bootstraps[index])) if role == "prefill" else ()
                 self.of[role].append(
-                    ServerProcess(
+                    server(
                         model,
                         (*server_flags, *bootstrap),
                         logs / f"{name}-{role}{index if len(flags[role]) > 1 else ''}.log",

@@ -36,8 +36,8 @@ def checks_for(model: str | None, sglang: str | None, torch: str | None) -> dict
         "Python": checks.check_python,
         "SGLang": lambda: checks.check_package("SGLang", sglang, SGLANG_VERSION),
         "torch": lambda: checks.check_package("torch", torch),
-        "plugin": lambda: checks.check_entry_point("plugin", checks.PLUGIN_GROUP, checks.PLUGIN),
-        "platform": lambda: checks.check_entry_point("platform", checks.PLATFORM_GROUP, checks.PLATFORM),
+        "plugin": lambda: checks.check_entry_point("plugin", *checks.PLUGIN),
+        "platform": lambda: checks.check_entry_point("platform", *checks.PLATFORM),
         "plugin selection": checks.check_not_filtered,
     }
     if sglang and torch:

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "run `make install`, or `pip install -e .` in the environment that serves"
 PYTHON_VERSIONS = ((3, 11), (3, 12))
-PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
-PLATFORM_GROUP, PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
+PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
+PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
 CACHE_RANKS = "cache ranks"
 RANKS_REMEDY = (
     "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
@@ -98,21 +98,23 @@ def check_package(name: str, found: str | None, required: str | None = None) -> 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:
     """Check that SGLang finds one of our entry points."""
-    known = [point.name for point in entry_points(group=group) if point.value == value]
-    found = f"{known[0]} in {group}" if known else f"not in {group}"
-    return make_check(name, bool(known), found, INSTALL)
+    known = entry_names(group, value)
+    return make_check(name, bool(known), f"{known[0]} in {group}" if known else f"not in {group}", INSTALL)
+
+
+def entry_names(group: str, value: str) -> list[str]:
+    """Names of the installed entry points of a group that load ``value``."""
+    return [point.name for point in entry_points(group=group) if point.value == value]
 
 
 def check_not_filtered() -> Check:
     """Check that SGLang's environment variables allow it to load the plugin."""
-    ours = {point.name for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN}
-    platforms = {point.name for point in entry_points(group=PLATFORM_GROUP) if point.value == PLATFORM}
     asked = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if asked and not asked & ours:
+    if asked and not asked & {*entry_names(*PLUGIN)}:
         found = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out"
         return Check("plugin selection", False, found, "add sglang_ext to SGLANG_PLUGINS, or unset it")
     platform = os.environ.get("SGLANG_PLATFORM")
-    if platform and platform not in platforms:
+    if platform and platform not in entry_names(*PLATFORM):
         found = f"SGLANG_PLATFORM={platform} leaves it out"
         return Check("plugin selection", False, found, "unset SGLANG_PLATFORM")
     return Check("plugin selection", True, "SGLang loads it")

@@ -247,7 +247,7 @@ def test_python_versions(minor: int, ok: bool) -> None:
 
 
 def test_an_entry_point_that_is_not_installed_fails() -> None:
-    check = checks.check_entry_point("plugin", checks.PLUGIN_GROUP, "sglang_ext.plugin:no_such_function")
+    check = checks.check_entry_point("plugin", checks.PLUGIN[0], "sglang_ext.plugin:no_such_function")
     assert not check.ok and "pip install -e ." in check.remedy
 
 
