@@ -72,10 +72,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
         advance = begin("networks", layers, "layers")
         predictor = fit(sampler, training, parts, layers, torch.device(args.device), lambda: advance(1))
     predictor.write(args.out)
-    _print_quality(predictor.fitted, console)
+    print_quality(predictor.fitted, console)
 
 
-def _print_quality(fitted: FitRecord, console: Console) -> None:
+def print_quality(fitted: FitRecord, console: Console) -> None:
+    """Print the errors of each layer, and a warning if some layers predict nothing."""
     title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
     table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):

@@ -189,7 +189,7 @@ def test_predictions_are_those_of_the_formula_in_float64(width):
     [((0.5, 0.0), "not layers 1 of held-out"), ((-0.5, float("nan")), "no layer of held-out"), ((0.5, 0.1), "")],
 )
 def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
-    fit_command._print_quality(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
+    fit_command.print_quality(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
     told = " ".join(capsys.readouterr().err.split())
     assert ("warning" in told) == bool(words) and words in told
     assert not words or "700 tokens of 3" in told
