@@ -6,10 +6,18 @@ from transfer_helpers import LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec, compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.compatibility import (
+    bench_codec,
+    compile_kernels,
+    make_codec,
+)
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import (
+    LayerRange,
+    LinkError,
+    LinkSettings,
+    Stream,
+)
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.baselines.quantized_codec import QuantizedCodec
 

@@ -274,7 +274,7 @@ class Simulation:
             self._schedule(verifying)
             self._start_loads()
             seconds = self._draft_and_verify(drafting, [self.running[i] for i in verifying])
-            verified = {i: self._draw_accepted(self.running[i].pending_drafts) + 1 for i in verifying}
+            verified = {i: self.draw_accepted(self.running[i].pending_drafts) + 1 for i in verifying}
             if drafting:
                 estimate = self.scheduler.link.capacity
                 self.scheduler.link.capacity = DECAY * estimate + (1 - DECAY) * seconds
@@ -363,7 +363,7 @@ class Simulation:
         self.link_free = self.now + seconds
         return max(seconds, computing + (groups - 1) * costs.weights / costs.bandwidth)
 
-    def _draw_accepted(self, drafts: int) -> int:
+    def draw_accepted(self, drafts: int) -> int:
         """Draw the number of accepted tokens of ``drafts`` draft tokens."""
         p = self.scenario.acceptance
         if p >= 1 or not drafts:
