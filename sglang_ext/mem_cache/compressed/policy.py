@@ -25,9 +25,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
     """Create or refresh a request's compressed KV when it is due. Returns the fallback reason, 0 for none.
 
     Args:
-        compressed_kv: The worker's compressed KV cache.
         req: The request. Its path in the prefix tree is locked.
-        state: The request's draft state.
         length: Tokens of the request whose full KV is in the pool.
         headroom: Slots that must stay free or evictable for decoding.
     """
@@ -36,7 +34,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         compressed_kv.release_compressed_kv(state.row)
         return NO_SELECTION
     if compressed is None:
-        if is_too_short_to_compress(compressed_kv, state.row, length):
+        if length < method.min_context:
             return SHORT_CONTEXT
         if compressed_kv.is_refused(state.row):
             return WRONG_SCORES
@@ -96,15 +94,10 @@ def max_unrefreshed_tail(kept: int) -> int:
 
 
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
-    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
+    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select; ``context``: those of the longest context.
 
     It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
     refresh.
-
-    Args:
-        method: The compression method.
-        page_size: Slots that the pool allocates together.
-        context: Tokens of the longest context.
     """
     return 2 * PLAIN_STEPS + page_size + max_unrefreshed_tail(method.num_kept(context))
 

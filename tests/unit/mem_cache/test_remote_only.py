@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, WIDTH, World, kv_of
 
-from sglang_ext.hooks import lossy_admission
 from sglang_ext.hooks.lossy_admission import admit_prompt
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, FreeBlocks
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
@@ -233,7 +232,7 @@ class Waiting:
 
 
 def test_prompts_that_fit_at_a_rank_one_by_one_are_not_counted_there_together(monkeypatch):
-    monkeypatch.setattr(lossy_admission, "get_alloc_reserve_per_decode", lambda: 0)
+    monkeypatch.setattr("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", lambda args: 0)
     world, more = Handed(), 1000
     first, second = (Waiting(world.cache.root_node, more) for _ in range(2))
     adder = SimpleNamespace(

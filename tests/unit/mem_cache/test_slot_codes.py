@@ -14,9 +14,8 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
-from sglang_ext.mem_cache.selection import scoring_keys as held_keys_module
 from sglang_ext.mem_cache.selection.scoring import mark_always
-from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import CODED_AT_ONCE, KeySpec, scoring_keys
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
@@ -73,16 +72,14 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
     assert not torch.equal(codes.held.read(0, wrote), as_held(keys, bits).read(0, wrote)), "nobody is told any more"
 
 
-def test_keys_are_coded_in_pieces_as_they_are_at_once(monkeypatch):
-    keys, slots = pool(), torch.randperm(40)[:23]
-    whole, pieces = SlotCodes(keys, range(3), 4), SlotCodes(keys, range(3), 4)
-    whole.write(slots)
-    # Of five tokens of three layers, two heads and 64 channels.
-    monkeypatch.setattr(held_keys_module, "CODED_AT_ONCE", 5 * 3 * 2 * 64)
-    pieces.write(slots)
-    for one, other in zip((whole.held.codes, whole.held.words), (pieces.held.codes, pieces.held.words)):
+def test_keys_are_coded_in_pieces_as_they_are_at_once():
+    keys, slots = pool(slots=12000), torch.randperm(12000)[:11500]
+    assert len(keys) * keys[0][slots].numel() > CODED_AT_ONCE, "in two pieces"
+    codes, whole = SlotCodes(keys, range(3), 4), as_held(keys, 4)
+    codes.write(slots)
+    for one, other in zip((whole.codes, whole.words), (codes.held.codes, codes.held.words)):
         assert torch.equal(one[:, slots], other[:, slots])
-    assert torch.equal(whole.held.read(2, slots), as_held(keys, 4).read(2, slots))
+    assert torch.equal(codes.held.read(2, slots), whole.read(2, slots))
 
 
 @BITS
