@@ -25,7 +25,7 @@ from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
-from sglang_ext.mem_cache.compressed.policy import rows_to_record
+from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
@@ -145,8 +145,6 @@ class StepRunner:
         compressed_kv = self.worker.compressed_kv
         if not ends and compressed_kv.async_selector is None:
             return None
-        from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-
         return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:

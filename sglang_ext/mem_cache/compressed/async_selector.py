@@ -40,13 +40,7 @@ class QueryWindow(NamedTuple):
 
 @dataclass
 class FreeBlocks:
-    """Free memory for new requests at each of several cache ranks, any of which can take a request.
-
-    Attributes:
-        blocks: Free blocks of each cache rank.
-        size: Tokens of a block.
-        requests: Number of further requests that each cache rank accepts.
-    """
+    """Free memory for new requests at several cache ranks: by rank the free blocks of ``size`` tokens, and the requests that it still accepts."""
 
     blocks: list[int]
     size: int
@@ -101,12 +95,7 @@ class AsyncSelector(ABC):
         """Run a dummy selection, so that no request waits for kernel compilation."""
 
     def on_round_start(self, forwards: int, interval: int) -> None:
-        """Handle the start of a round.
-
-        Args:
-            forwards: Draft steps and verifications of the round.
-            interval: Selection interval, in steps.
-        """
+        """Handle the start of a round of so many draft steps and verifications. ``interval`` is the selection interval, in steps."""
 
     def observe_step(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> LayerObserver | None:
         """Handle the start of a step. Returns the observer of its layers; None if none is needed. Arguments as :meth:`on_step_end`'s."""
@@ -117,7 +106,6 @@ class AsyncSelector(ABC):
         """Handle a launched step: apply selections of requests whose selection interval ends, and start new ones with the step's queries.
 
         Args:
-            compressed_kv: The compressed KV cache.
             ends: Position after the step's token, by row, of requests that read their compressed KV.
             following: Steps until the full KV verifies them; None if nothing is verified.
         """
@@ -148,8 +136,7 @@ class AsyncSelector(ABC):
         return 0
 
     def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
-        """Handle that slots of a request's full KV are about to be freed. With ``is_remote_only``, no slots of the request remain, so its keys
-        cannot be sent again."""
+        """Handle that slots of a request's full KV are about to be freed; with ``is_remote_only`` all, so that its keys cannot be sent again."""
 
     def is_lost(self, row: int) -> bool:
         """Whether a request's only full KV was lost with its process."""
@@ -175,10 +162,7 @@ class AsyncSelector(ABC):
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
-        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy.
-
-        Called after :meth:`extend` returned True.
-        """
+        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy. Called after :meth:`extend` returned True."""
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def forget(self, row: int) -> None:
@@ -202,8 +186,6 @@ class StreamSelector(AsyncSelector):
 
     Args:
         method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
-        token_table: int32, SGLang's token table with the draft rows.
-        selector: Runs the selection.
         queries: The newest queries of each request. A ring is long enough that queries stay valid while a selection reads them.
         intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
@@ -239,7 +221,6 @@ class StreamSelector(AsyncSelector):
             self._side.wait(self._launch_on_side(contexts, places, positions, interval + 1))
 
     def on_round_start(self, forwards: int, interval: int) -> None:
-        """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
         self._interval = interval
 
     def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
@@ -263,7 +244,6 @@ class StreamSelector(AsyncSelector):
         self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
-        """Flush all requests that have a selection in progress."""
         for row in list(self._in_progress):
             self.flush(row)
 

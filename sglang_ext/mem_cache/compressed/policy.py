@@ -1,13 +1,17 @@
-"""Compression policy: when a request's compressed KV is created or refreshed, and which of its queries are recorded for that."""
+"""Compression policy: when a request's compressed KV is created or refreshed, and which of its queries are recorded for that.
 
-from collections.abc import Iterable
+:func:`observe_step` decides which requests select again in a step. Quest on a CPU selects synchronously: each layer of a step selects tokens by
+the step's own query, just before attention (:class:`SynchronousSelector`).
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, RecordedRows
+from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, catalogue
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
@@ -50,11 +54,6 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
             return reason
     state.compressor = catalogue.number(compressed_kv.get(state.row).method.partition(":")[0])
     return 0
-
-
-def is_too_short_to_compress(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether a request without compressed KV has too few tokens to get it."""
-    return compressed_kv.get(row) is None and length < compressed_kv.method(row).min_context
 
 
 def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
@@ -149,3 +148,48 @@ def refresh_position(compressed: CompressedKV, compressor: Compressor) -> int:
 
 def _refreshes_with_queries(compressed: CompressedKV, compressor: Compressor) -> bool:
     return compressor.follows_queries and (compressor.each_round or compressed.back_slots is None)
+
+
+class SynchronousSelector:
+    """A :class:`~.queries.LayerObserver` that selects tokens in each layer of one step.
+
+    ``ends`` are the positions after the step's token, by row, of the requests that select in this step.
+    """
+
+    def __init__(self, compressed_kv: CompressedKVCache, ends: Mapping[int, int]):
+        self._compressed_kv = compressed_kv
+        self._ends = ends
+
+    def on_layer_start(self, layer: int) -> None:
+        """Do nothing: the layer's queries are not recorded yet."""
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """Select the tokens that the layer reads."""
+        compressed_kv, layers = self._compressed_kv, slice(layer, layer + 1)
+        for row, end in self._ends.items():
+            compressed, chooser = compressed_kv.get(row), compressed_kv.method(row).compressor
+            found = compressed_kv.queries.get(row, end, chooser.window, layers)
+            if found is None:
+                continue
+            slots = compressed_kv.token_table[row, : compressed.covered].long()
+            context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
+            compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
+
+
+def observe_step(compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+    """The observer of a step's layers; None if no selector needs it.
+
+    Without an asynchronous selector, it selects for the requests whose method selects in steps and whose selection interval ends. If
+    attention itself selects, there is no observer, and the selections are counted here. Arguments as
+    :meth:`~.async_selector.AsyncSelector.on_step_end`'s.
+    """
+    if compressed_kv.async_selector is not None:
+        return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
+    waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
+    after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
+    if compressed_kv.layout.selects_in_attention:
+        chosen = (row for row in waiting if compressed_kv.layout.record_step(compressed_kv.draft_row(row), after[row]))
+        compressed_kv.num_compressions.update(compressed_kv.get(row).method for row in chosen)
+        return None
+    due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}
+    return SynchronousSelector(compressed_kv, due) if due else None

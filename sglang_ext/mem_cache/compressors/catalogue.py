@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll, RequiredFolder
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, DROPPING, PACKING, QUANTIZERS, USER_METHODS, DroppingMethod, is_own, name_of
 
@@ -145,11 +145,6 @@ def split(text: str) -> tuple[str, str | None]:
     return WITH_MORE.fullmatch(text).group("name", "more")
 
 
-def required_folder(name: str) -> RequiredFolder | None:
-    """The folder that a method that drops tokens reads; None if it reads none."""
-    return DROPPING[name].reads
-
-
 def points(value: str) -> bool:
     """Whether the method named ``value`` points to full KV; False if there is no such method."""
     dropping = _dropping_of(value)
@@ -220,22 +215,14 @@ def partitioned() -> tuple[str, ...]:
 
 
 def create(name: str) -> Compressor:
-    """Create the compressor of this name with its defaults.
-
-    Raises:
-        ValueError: No compressor has this name.
-    """
+    """Create the compressor of this name with its defaults. Raises ValueError for an unknown name."""
     if name not in DROPPING:
         raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
     return COMPRESSORS[name]()
 
 
 def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
-    """Create the quantizer of this name, with codes of ``bits`` bits. ``partition`` is the partition size, None for the default.
-
-    Raises:
-        ValueError: No quantizer has this name.
-    """
+    """Create the quantizer of this name, with codes of ``bits`` bits and this partition size. Raises ValueError for an unknown name."""
     if name not in PACKING:
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}

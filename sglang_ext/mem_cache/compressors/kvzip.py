@@ -56,11 +56,8 @@ class ScoreFileError(ValueError):
 class ScoredDocument:
     """Identity of scores: the tokens of a document, up to its last whole page, and how they were scored.
 
-    Attributes:
-        model: The model's key (scores.py).
-        method: Name of the compressor.
-        settings: Its settings, as JSON with sorted keys.
-        chain: Concatenated hashes of the pages of its tokens.
+    ``model`` is the model's key (scores.py), ``settings`` those of the compressor ``method``, as JSON with sorted keys. ``chain`` are the
+    concatenated hashes of the document's pages.
     """
 
     model: str
@@ -70,7 +67,6 @@ class ScoredDocument:
 
     @classmethod
     def from_tokens(cls, tokens: list[int], model: str, method: str, settings: dict[str, object]) -> "ScoredDocument":
-        """Create the identity for the document of ``tokens``."""
         return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(page_hashes(tokens)))
 
     @property
@@ -233,9 +229,25 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+class KVzipScores(Compressor):
+    """KVzip's scores, exact or predicted. An ``online`` method scores contexts without them; None if all have them."""
+
+    online: Compressor | None
+    comparable: ClassVar[bool] = True
+    better_uneven: ClassVar[bool] = True
+
+    @property
+    def window(self) -> int:
+        return 0 if self.online is None else self.online.window
+
+    @property
+    def needs_rotary(self) -> bool:
+        return self.online is not None and self.online.needs_rotary
+
+
 @register("kvzip")
 @dataclass(frozen=True)
-class KVzip(Compressor):
+class KVzip(KVzipScores):
     """Scores of documents come from files (``python -m sglang_ext.precompress``), all others from an online method.
 
     Attributes:
@@ -247,19 +259,7 @@ class KVzip(Compressor):
     online: Compressor = SnapKV()
     index: ScoreIndex | None = None
     heads: slice = field(default_factory=lambda: slice(None))
-    comparable: ClassVar[bool] = True
-    better_uneven: ClassVar[bool] = True
     reads: ClassVar[RequiredFolder] = SCORES_FOLDER
-
-    @property
-    def window(self) -> int:
-        """Number of queries that the online method needs."""
-        return self.online.window
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether the online method needs it."""
-        return self.online.needs_rotary
 
     def for_context(self, context: ContextKV) -> Compressor:
         """Return the stored scores if the context begins with a document, otherwise the online method."""
@@ -267,24 +267,19 @@ class KVzip(Compressor):
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
     def always(self, context: ContextKV) -> Always:
-        """As the online method."""
         return self.online.always(context)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """As the online method."""
         return self.online.scores(layer)
 
 
 @dataclass(frozen=True)
 class StoredScores(Compressor):
-    """A context that begins with a document: each of two methods ranks its own tokens.
+    """A context that begins with a document, whose ``stored`` scores are float16 [layers, kv_heads, tokens], on the host.
 
-    Scores of the two methods do not compare, so each gets a share of the budget. It first gets its always-kept tokens (infinite scores:
-    first tokens, the observation window). The rest is shared in proportion to the remaining tokens.
-
-    Attributes:
-        stored: float16 [layers, kv_heads, tokens of the document], on the host.
-        online: Scores the tokens after the document.
+    ``online`` scores the tokens after it. Scores of the two methods do not compare, so each ranks its own tokens and gets a share of the
+    budget. It first gets its always-kept tokens (infinite scores: first tokens, the observation window). The rest is shared in proportion to
+    the remaining tokens.
     """
 
     stored: torch.Tensor
@@ -293,11 +288,9 @@ class StoredScores(Compressor):
     comparable: ClassVar[bool] = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Stored scores of the document, then the online method's: float32 [kv_heads, tokens]."""
         return self._joined(self.stored[layer.layer_id], self.online.scores(layer))
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """Stored scores of the document, then the online method's: float32 [layers, kv_heads, tokens]."""
         if self.stored.shape[-1] == len(context.slots):
             return sent(self.stored, context.slots.device).float()
         return self._joined(self.stored, self.online.scores_all(context))
@@ -322,7 +315,7 @@ class StoredScores(Compressor):
 
 @register("kvzap")
 @dataclass(frozen=True)
-class KVzap(Compressor):
+class KVzap(KVzipScores):
     """KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): a small network predicts which tokens KVzip would keep.
 
     Scores are predicted when the KV is computed (``python -m sglang_ext.fit kvzap``), and stored by slot.
@@ -338,23 +331,10 @@ class KVzap(Compressor):
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32
-    comparable: ClassVar[bool] = True
-    better_uneven: ClassVar[bool] = True
     reads: ClassVar[RequiredFolder] = PREDICTOR_FOLDER
 
     @property
-    def window(self) -> int:
-        """Number of queries that the online method needs."""
-        return 0 if self.online is None else self.online.window
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether the online method needs it."""
-        return self.online is not None and self.online.needs_rotary
-
-    @property
     def held_bytes(self) -> int:
-        """Bytes of the scores and the predictor."""
         return 0 if self.slots is None else self.slots.held_bytes
 
     def for_context(self, context: ContextKV) -> Compressor:

@@ -119,7 +119,6 @@ def register_quantizer(
     """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``.
 
     Args:
-        name: The name in flags.
         bits: Allowed bits of a code, the default first.
         partitions: Values that ``--kv-partition`` may set its field ``partition`` to, the default first.
 

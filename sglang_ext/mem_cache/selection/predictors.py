@@ -22,7 +22,6 @@ class QueryPredictor(ABC):
     """Predicts the next query.
 
     Attributes:
-        name: Name in ``--kv-select-by``.
         window: Maximum newest queries that it reads. It accepts fewer, from 1 on.
     """
 
