@@ -255,7 +255,7 @@ def check_head_budgets(args: KVServerArgs) -> None:
 def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
     """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := catalogue.DROPPING[name].reads) is None:
+        if (wanted := catalogue.COMPRESSORS[name].reads) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 from sglang_ext.mem_cache.selection.scoring import group_attention, page_scores
 from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
@@ -34,7 +34,7 @@ class PredictedScoring(Scoring):
 class QuestScoring(Scoring):
     """Scores pages by the step's own query, as Quest does."""
 
-    page: int = QUEST_PAGE
+    page: int = Quest.page
     name: ClassVar[str] = "quest"
     synchronous: ClassVar[bool] = True
 

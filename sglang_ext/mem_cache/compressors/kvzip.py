@@ -25,7 +25,7 @@ from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
+from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.scores import write_whole
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class KVzip(KVzipScores):
     online: Compressor = SnapKV()
     index: ScoreIndex | None = None
     heads: slice = field(default_factory=lambda: slice(None))
-    reads: ClassVar[RequiredFolder] = SCORES_FOLDER
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
 
     def for_context(self, context: ContextKV) -> Compressor:
         """Return the stored scores if the context begins with a document, otherwise the online method."""
@@ -331,7 +331,7 @@ class KVzap(KVzipScores):
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32
-    reads: ClassVar[RequiredFolder] = PREDICTOR_FOLDER
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
 
     @property
     def held_bytes(self) -> int:

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
@@ -65,7 +64,7 @@ class Quest(StepSelector):
         page: Tokens of a page.
     """
 
-    page: ClassVar[int] = QUEST_PAGE
+    page: ClassVar[int] = 16
     synchronous: ClassVar[bool] = True
     in_attention: bool = False
 
