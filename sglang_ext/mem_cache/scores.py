@@ -135,13 +135,10 @@ PREDICTOR_FORMAT, PREDICTOR_FILE = "1", "predictor.safetensors"
 
 @dataclass(frozen=True)
 class FitRecord:
-    """How a predictor was fitted.
+    """How a predictor was fitted: to the model with a key (:func:`model_key`), on ``texts`` texts, of which ``tokens`` tokens were sampled.
 
     Attributes:
-        model: The key of its model (:func:`model_key`).
         settings: Settings of targets and training, as JSON with sorted keys.
-        texts: Number of texts that it was fitted on.
-        tokens: Number of tokens sampled from the texts.
         loss: By layer, mean squared error of the logarithm of the score, on held-out texts.
         r2: By layer, explained share of that logarithm's variance on held-out texts, mean over KV heads.
     """
@@ -163,7 +160,6 @@ class Predictor:
         outer_bias: [layers, kv_heads].
         inner: [layers, width, hidden_size], followed by GELU; None for a linear predictor.
         inner_bias: [layers, width].
-        fitted: How it was fitted.
     """
 
     outer: torch.Tensor

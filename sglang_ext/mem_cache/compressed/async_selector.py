@@ -64,14 +64,11 @@ class CompressedKVSource(Protocol):
     namespace_of: Callable[[int], str | None]
     prompt_of: Callable[[int], Sequence[int]]
 
-    def get(self, row: int) -> CompressedKV | None:
-        """The compressed KV of the request in ``row``."""
+    def get(self, row: int) -> CompressedKV | None: ...
 
-    def draft_row(self, row: int) -> int:
-        """Index of the request's draft row."""
+    def draft_row(self, row: int) -> int: ...
 
-    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
-        """Replace the selection of some layers."""
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None: ...
 
 
 class AsyncSelector(ABC):
@@ -112,10 +109,7 @@ class AsyncSelector(ABC):
 
     @abstractmethod
     def flush(self, row: int) -> None:
-        """Make the current stream wait for all work launched for the request in ``row``.
-
-        Called before its compressed KV gets other slots or is freed. No-op if nothing was launched.
-        """
+        """Make the current stream wait for all work launched for the request in ``row``, before its compressed KV gets other slots or is freed."""
 
     @abstractmethod
     def flush_all(self) -> None:
@@ -125,10 +119,7 @@ class AsyncSelector(ABC):
         """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
-        """Whether the request in ``row`` must decode on its full KV: no cache rank can take its ``tokens`` tokens now.
-
-        Counts a missing selection if so.
-        """
+        """Whether the request must decode on its full KV: no cache rank can take its ``tokens`` tokens now. Counts a missing selection if so."""
         return False
 
     def num_held_tokens(self, row: int) -> int:

@@ -88,8 +88,7 @@ class CompressedKVCache:
     def max_covered(self, row: int, tokens: int) -> int:
         """Upper limit of the tokens that new compressed KV can cover, of a request's first ``tokens``. Not rounded to units.
 
-        Tokens after the newest recorded queries have no queries that attend to them. If the method scores by queries, these tokens stay
-        exact, as recent tokens do.
+        If the method scores by queries, tokens after the newest recorded ones stay exact, as recent tokens do: no query attends to them.
         """
         method = self.method(row)
         newest = self.queries.newest(row) if method.compressor.window else None
@@ -130,10 +129,7 @@ class CompressedKVCache:
         return freed_full_kv is not None and freed_full_kv.can_lack_full_kv(row)
 
     def is_usable_without_refresh(self, row: int) -> bool:
-        """Whether the compressed KV of the request in ``row`` stays usable if it cannot be refreshed.
-
-        It does if another process exchanges its rows, or if it is the only KV of the request.
-        """
+        """Whether compressed KV that cannot be refreshed stays usable: another process exchanges its rows, or it is the request's only KV."""
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
@@ -329,10 +325,8 @@ class CompressedKVCache:
         return None if new is None else torch.cat([slots, new])
 
     def write_tail(self, row: int, end: int) -> None:
-        """Point the draft row, after the compressed KV, to the slots of the full row's tokens ``[covered, end)``.
-
-        A position keeps its slot unless :meth:`on_row_moved` is called, so only new positions are written.
-        """
+        """Point the draft row, after the compressed KV, to the slots of the full row's tokens ``[covered, end)``."""
+        # A position keeps its slot unless on_row_moved is called, so only new positions are written.
         compressed = self._by_row[row]
         start = compressed.tail_end
         if start >= end:

@@ -31,13 +31,11 @@ PACK_AFTER = 128
 
 @dataclass(frozen=True)
 class CompressionMethod:
-    """One of the compression methods that requests of a server may ask for.
+    """One of the compression methods that requests of a server may ask for by its ``name``.
 
     Attributes:
-        compressor: Selects the tokens to keep.
         budget: Share of the covered tokens to keep.
         packing: Layout of the compressed KV in slots.
-        name: The name that requests use. It is unique in a server.
         packs: Name of the quantizer that packs the compressed KV; empty for none.
         suffix: Ending of the compressed KV's name that tells this method from others with the same compressor.
         sparse_from: Smallest context, in tokens, that is compressed.

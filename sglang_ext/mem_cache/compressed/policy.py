@@ -65,8 +65,11 @@ def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) 
 def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
     """Refresh the compressed KV of the request in ``row``. Returns the fallback reason, 0 if the request has (new or old) compressed KV."""
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
-    if not _send_tokens_for_refresh(compressed_kv, row, length):
-        return 0
+    if compressed_kv.row_sender is not None and compressed_kv.can_lack_full_kv(row):
+        # The cache rank needs the tokens that the refresh will cover.
+        covered = compressed_kv.method(row).covered(compressed_kv.max_covered(row, length))
+        if not compressed_kv.async_selector.extend(row, compressed_kv.token_table[row, :covered].long()):
+            return 0
     # No headroom without full KV: after the refresh, more slots are free than before.
     if not compressed_kv.compress(row, length, 0 if is_usable_without_refresh and compressed_kv.can_lack_full_kv(row) else headroom):
         if compressed_kv.is_refused(row):
@@ -76,15 +79,6 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
             compressed_kv.release_compressed_kv(row)
             return NO_FREE_SLOTS
     return 0
-
-
-def _send_tokens_for_refresh(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Send the tokens that a refresh will cover to the cache rank. Returns whether the rank was sent all of them."""
-    if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
-        return True
-    return compressed_kv.async_selector.extend(
-        row, compressed_kv.token_table[row, : compressed_kv.method(row).covered(compressed_kv.max_covered(row, length))].long()
-    )
 
 
 def max_unrefreshed_tail(kept: int) -> int:
@@ -150,8 +144,8 @@ def _refreshes_with_queries(compressed: CompressedKV, compressor: Compressor) ->
     return compressor.follows_queries and (compressor.each_round or compressed.back_slots is None)
 
 
-class SynchronousSelector:
-    """A :class:`~.queries.LayerObserver` that selects tokens in each layer of one step.
+class SynchronousSelector(LayerObserver):
+    """An observer that selects tokens in each layer of one step.
 
     ``ends`` are the positions after the step's token, by row, of the requests that select in this step.
     """
@@ -159,9 +153,6 @@ class SynchronousSelector:
     def __init__(self, compressed_kv: CompressedKVCache, ends: Mapping[int, int]):
         self._compressed_kv = compressed_kv
         self._ends = ends
-
-    def on_layer_start(self, layer: int) -> None:
-        """Do nothing: the layer's queries are not recorded yet."""
 
     def on_queries_recorded(self, layer: int) -> None:
         """Select the tokens that the layer reads."""

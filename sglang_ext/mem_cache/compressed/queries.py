@@ -77,13 +77,9 @@ class LayerObserver(Protocol):
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """Rows of a forward whose queries are recorded.
+    """Rows ``[start, end)`` in a forward's token dimension whose queries are recorded.
 
-    Attributes:
-        row: The request's row in the token table.
-        start: The request's first row in the forward's token dimension.
-        end: One past its last row.
-        position: Absolute position of the first row's token.
+    They are of the request in ``row`` of the token table, and ``position`` is the first one's in the request.
     """
 
     row: int
@@ -99,15 +95,10 @@ class RecordedRows:
 
 @dataclass
 class QueryRing:
-    """Pool indices of one request's queries, in a ring. New queries overwrite those of rejected drafts.
+    """Pool indices of one request's queries: a ring of ``span`` indices from ``first`` on. New queries overwrite those of rejected drafts.
 
-    Positions may have gaps: a CUDA graph of plain decoding records no queries.
-
-    Attributes:
-        first: The ring's first index in the pool.
-        span: Queries that the ring holds, one per index.
-        positions: Positions of the queries, ascending. The last one is the newest.
-        head: Index of the next query, relative to :attr:`first`, without modulo.
+    The queries' ``positions``, ascending, may have gaps: a CUDA graph of plain decoding records no queries. ``head`` is the index of the next
+    query, relative to ``first``, without modulo.
     """
 
     first: int

@@ -11,12 +11,9 @@ import torch
 
 
 class RowExchange(NamedTuple):
-    """Rows that replace others. Each tensor is int64 [rows], ascending by layer and head.
+    """Rows that replace others: where they are stored, their tokens' positions, and their indices in the wanted positions of their head.
 
-    Attributes:
-        layers, heads, places: Where the rows are stored.
-        positions: Positions of their tokens.
-        wanted: Their indices in the wanted positions of their head.
+    Each tensor is int64 [rows], ascending by layer and head.
     """
 
     layers: torch.Tensor
@@ -28,12 +25,7 @@ class RowExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class NewestRows:
-    """A context's newest tokens, equally many per head, that replace other rows.
-
-    Attributes:
-        places: int64 [layers, kv_heads, count], places that store them.
-        first: Position of the first of them. The others follow it.
-    """
+    """A context's newest tokens, from position ``first`` on, that replace the rows in ``places``, int64 [layers, kv_heads, count]."""
 
     places: torch.Tensor
     first: int

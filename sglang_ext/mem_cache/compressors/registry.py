@@ -86,8 +86,6 @@ def _check_name(name: str) -> None:
 def name_of(value: str, flag: str) -> str:
     """Load the user's method that ``value`` names, and return its registered name; ``value`` itself if it names none.
 
-    The name is that of its class, or the one that the class registers itself with.
-
     Raises:
         OptionError: The file, module or class does not exist, the file or module raises, or its class is not a method. The message has
             ``flag`` and the remedy.

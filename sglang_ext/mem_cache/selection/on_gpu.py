@@ -28,7 +28,6 @@ class MarkedPart:
     """Some layers of some requests whose selected tokens are marked.
 
     Attributes:
-        layers, requests: Slices of the layers and the requests.
         marked: The marked tokens, valid until the next part is requested, or, with ``beside``, until the part after the next.
         there: Event after which ``marked`` is ready on the device; None if the current stream reads it.
         read: Event after which it was read (:meth:`was_read`); None if the current stream read it.

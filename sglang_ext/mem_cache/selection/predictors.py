@@ -73,7 +73,6 @@ class CurrentQuery(QueryPredictor):
         return rotary.rotate_ahead(queries[..., -1, :], ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
-        """The last query."""
         return queries[..., -1, :]
 
 
@@ -97,7 +96,6 @@ class RegressedQuery(QueryPredictor):
 
     @property
     def window(self) -> int:
-        """The newest query and its predecessors."""
         return self.longest + 1
 
     def head_bytes(self, dim: int) -> int:

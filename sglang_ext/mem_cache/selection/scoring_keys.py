@@ -80,6 +80,8 @@ class QuantizedKeys:
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
         self.sizes = sizes
+        # XOR mask between a byte of codes and the stored byte.
+        self._mask = 128 if sizes.bits == 8 else 0
         of_all = sizes.layers, tokens, sizes.kv_heads
         self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
@@ -116,7 +118,7 @@ class QuantizedKeys:
         """Dequantize a layer's keys in ``places``, int64 [tokens]: float32 [tokens, kv_heads, dim]."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
-        packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
+        packed = (bytes_.view(torch.uint8) ^ self._mask).unflatten(-1, (-1, group * bits // 8))
         scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
         return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
 
@@ -125,14 +127,9 @@ class QuantizedKeys:
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
         found = quantize_evenly(keys.float(), Grid(1, group), bits)
-        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ self._mask
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
-
-
-def _stored_mask(bits: int) -> int:
-    """XOR mask between a byte of codes and the stored byte."""
-    return 128 if bits == 8 else 0
 
 
 class KeyQuantizer:

@@ -113,9 +113,9 @@ class KVLayout(ABC):
         return None
 
     def record_step(self, row: int, after: int) -> bool:
-        """Record a launched step over ``row``. Returns whether its attention selects tokens, if the layout :attr:`selects_in_attention`.
+        """Record a launched step over ``row``, once for each. Returns whether its attention selects tokens.
 
-        Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
+        ``after`` counts the tokens after the compressed KV, including the step's own. Only layouts that :attr:`selects_in_attention` have this.
         """
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
