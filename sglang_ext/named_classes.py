@@ -57,11 +57,7 @@ def import_named(module: str, setting: str) -> ModuleType:
 
 
 def import_file(path: str, setting: str) -> ModuleType:
-    """Run a Python file as the module :func:`file_module`, once. Messages as :func:`import_named`'s.
-
-    Raises:
-        OptionError: There is no such file, or it raises. The message has the remedy.
-    """
+    """Run a Python file as the module :func:`file_module`, once. Messages and errors as :func:`import_named`'s."""
     module_name = file_module(path)
     if module_name in sys.modules:
         return sys.modules[module_name]

@@ -93,7 +93,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_bits": Flag(
         text="Bits of a packed number: "
-        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
+        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.QUANTIZERS[name].bits))}" for name in catalogue.packing())
         + ". The first is the default.",
         group=SECTION_KEPT,
         conflicts=(
@@ -114,7 +114,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_partition": Flag(
         text="Size of a quantization group for integer attention: channels of a key, tokens of a value. "
-        + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
+        + "; ".join(f"{name}: {', '.join(map(str, catalogue.QUANTIZERS[name].partitions))}" for name in catalogue.partitioned())
         + ". The first is the default. Smaller groups are more precise, and take more memory.",
         group=SECTION_KEPT,
         conflicts=(

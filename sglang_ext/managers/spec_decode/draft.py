@@ -126,8 +126,8 @@ class StepRunner:
             watch = self._observe_step(ends, plan.num_steps - index - 1)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
-            if not on_full_kv:
-                self.worker.queries.set_step_targets(recorded)
+            if self.worker.queries.has_step_queries and not on_full_kv:
+                self.worker.queries.set_targets(recorded)
             with self.worker.queries.recording(recorded, watch):
                 output = self.forward(batch, inputs, on_full_kv)
             self._select_tokens(ends, plan.num_steps - index - 1, plan.selection_interval)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -28,14 +28,6 @@ from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts
-
-
-class QueryWindow(NamedTuple):
-    """A request's newest queries: indices in the pool of :class:`QueryWindows`, and positions, ascending."""
-
-    row: int
-    places: list[int]
-    positions: list[int]
 
 
 @dataclass
@@ -221,12 +213,13 @@ class StreamSelector(AsyncSelector):
         self._apply(compressed_kv, [row for row in due if row in self._in_progress])
         if following is not None and following <= interval:
             return  # no step would read it
-        alike: dict[tuple[int, int], list[QueryWindow]] = {}
+        # By number of queries and distance: for each request its row, and places and positions of its queries.
+        alike: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
         for row, end in due.items():
             places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
             if places:
                 # The first step that reads this selection has the token at position end + every.
-                alike.setdefault((len(places), end + interval - positions[-1]), []).append(QueryWindow(row, places, positions))
+                alike.setdefault((len(places), end + interval - positions[-1]), []).append((row, places, positions))
         for (_, ahead), windows in alike.items():
             self._launch_requests(compressed_kv, windows, ahead)
 
@@ -255,22 +248,21 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch_requests(self, compressed_kv: CompressedKVSource, windows: Sequence[QueryWindow], ahead: int) -> None:
+    def _launch_requests(self, compressed_kv: CompressedKVSource, windows: Sequence[tuple[int, list[int], list[int]]], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
-        compressed_kvs, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
-        for window, compressed in zip(windows, compressed_kvs):
-            numbers.append([window.row, compressed.covered, compressed.own_tokens, first])
+        rows, places, positions = zip(*windows)
+        compressed_kvs, first, numbers = [compressed_kv.get(row) for row in rows], 0, []
+        for row, compressed in zip(rows, compressed_kvs):
+            numbers.append([row, compressed.covered, compressed.own_tokens, first])
             first += len(compressed.back_slots)
         targets = torch.cat([compressed.back_slots for compressed in compressed_kvs])
         always = self._method.compressor.sinks, self._method.compressor.recent
         lengths = tuple(compressed.covered for compressed in compressed_kvs)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
-        places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
-        done = self._launch_on_side(contexts, places, positions, ahead)
-        for window in windows:
-            self._in_progress[window.row] = done
+        done = self._launch_on_side(contexts, *to_device([places, positions], targets.device), ahead)
+        self._in_progress.update(dict.fromkeys(rows, done))
 
     def _launch_on_side(
         self, contexts: "SelectionContexts", places: torch.Tensor, positions: torch.Tensor, ahead: int

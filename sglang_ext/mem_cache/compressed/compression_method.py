@@ -141,11 +141,7 @@ class CompressedKVWriter:
     layout: KVLayout
 
     def compile_kernels(self, method: CompressionMethod, query_heads: int) -> None:
-        """Compress slot 0, which no request owns, with ``method``, to compile its kernels.
-
-        Raises:
-            ScoresError: The method's scores cannot be used for a selection.
-        """
+        """Compress slot 0, which no request owns, with ``method``, to compile its kernels. Raises ScoresError as :meth:`write`."""
         keys, window = self.buffers.keys[0], method.compressor.window
         tokens = 4 * window + max(64, method.unit)
         count = max(1, tokens // 2 // method.unit) * method.unit
@@ -172,14 +168,9 @@ class CompressedKVWriter:
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, from token ``num_filled`` on, and to a new segment's slots.
 
-        Also writes the draft row, records how much compressed KV it begins with, and sets the compressed KV's name. ``compressed`` has all slots
-        that it reads, ``new_segment`` is the one of its segments that is still empty.
-
-        Args:
-            tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
-            has_sinks: Whether the owned slots already hold the sinks.
-            kept: Positions to keep, int64 [layers, kv_heads, count], if the selection exists; :class:`NewestRows` if only some rows change; None to
-                let the method select.
+        Also writes the draft row, and sets the compressed KV's name. ``new_segment`` is the one of its segments that is still empty. ``kept`` are
+        the positions to keep, int64 [layers, kv_heads, count], if the selection exists, or the rows that change. The full KV of the first
+        ``tokens`` tokens is exact. If all tokens are kept, the full KV of those that the compressed KV already holds may be freed.
 
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
@@ -227,13 +218,7 @@ class CompressedKVWriter:
         return True
 
     def reselect(self, method: CompressionMethod, row: int, compressed: CompressedKV, end: int) -> None:
-        """Overwrite the previous selection of ``compressed``, which shares nothing, with a new one of the same size over the covered tokens.
-
-        Only queries before position ``end`` are used.
-
-        Raises:
-            ScoresError: The method's scores cannot be used for a selection. Nothing was written.
-        """
+        """Overwrite the selection of ``compressed``, which shares nothing, by queries before ``end``. Raises ScoresError as :meth:`write`."""
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), end)
         with self._raising_scores_error(method):
             whole = Part(compressed.shared_len, compressed.covered, compressed.own_tokens)

@@ -19,10 +19,9 @@ from sglang_ext.mem_cache.selection.scoring_keys import KeyQuantizer, KeySpec, Q
 
 
 class KeyDerivedData(ABC):
-    """Data that each forward updates, once for all layers, after its last layer has attended. ``layer_ids`` are the layers' in the model."""
+    """Data that each forward updates, once for all layers, after the last of ``layer_ids`` has attended. Layers attend in this order."""
 
     def __init__(self, layer_ids: Sequence[int]):
-        # Layers attend in the order of their indices.
         self._last = max(layer_ids)
 
     def compile_kernels(self, device: torch.device) -> None:

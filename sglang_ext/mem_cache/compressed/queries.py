@@ -245,11 +245,6 @@ class QueryWindows:
         if self._has_targets:
             self._targets.index_copy_(0, tokens, places)
 
-    def set_step_targets(self, rows: tuple[RecordedRows, ...]) -> None:
-        """Call :meth:`set_targets` before a step on compressed KV; no-op if graphs of draft steps record no queries."""
-        if self.has_step_queries:
-            self.set_targets(rows)
-
     def warm_up(self) -> None:
         """Run the operations of :meth:`set_targets` once on index 0, which no request owns: the first run is slower than later ones."""
         if self._targets is not None:

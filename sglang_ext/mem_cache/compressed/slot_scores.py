@@ -79,11 +79,7 @@ class SlotScores:
 
 
 def attention_owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
-    """The modules that hold SGLang's attention layers and get the hidden states, in the order of ``layer_ids``.
-
-    Raises:
-        OptionError: The module of a layer has other parameters.
-    """
+    """The modules that hold SGLang's attention layers, in the order of ``layer_ids``, checked as :meth:`SlotScores.watch` says."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found = {

@@ -177,7 +177,7 @@ def code_bits(packs: str, bits: int | None) -> int:
     Raises:
         OptionError: The number is not allowed. The message has the value and the allowed ones.
     """
-    allowed = allowed_bits(packs)
+    allowed = QUANTIZERS[packs].bits
     if bits is not None and bits not in allowed:
         raise OptionError(
             f"--kv-bits is {bits}; --kv-compressor {packs} has codes of {' or '.join(map(str, allowed))} bits. Pass one of "
@@ -186,28 +186,18 @@ def code_bits(packs: str, bits: int | None) -> int:
     return allowed[0] if bits is None else bits
 
 
-def allowed_bits(packs: str) -> tuple[int, ...]:
-    """Allowed bits of a quantizer's codes, the default first."""
-    return QUANTIZERS[packs].bits
-
-
 def partition_size(packs: str, partition: int | None) -> int | None:
     """Numbers that share a scale in a quantizer's blocks, None if they are fixed. ``partition`` is the requested size, None for the default.
 
     Raises:
         OptionError: The size is not allowed. The message has the value and the allowed ones.
     """
-    allowed = allowed_partitions(packs)
+    allowed = QUANTIZERS[packs].partitions
     if partition is not None and partition not in allowed:
         sizes = f"has partitions of {' or '.join(map(str, allowed))} numbers. Pass one of these"
         choice = sizes if allowed else f"has none to choose. Pass --kv-compressor {partitioned()[0]}"
         raise OptionError(f"--kv-partition is {partition}; --kv-compressor {packs} {choice}, or leave it out")
     return partition or next(iter(allowed), None)
-
-
-def allowed_partitions(packs: str) -> tuple[int, ...]:
-    """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
-    return QUANTIZERS[packs].partitions
 
 
 def partitioned() -> tuple[str, ...]:

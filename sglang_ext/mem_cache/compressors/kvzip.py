@@ -117,11 +117,7 @@ class ScoreFile:
 
     @classmethod
     def read(cls, path: Path) -> "ScoreFile":
-        """Read header and hashes, without the scores.
-
-        Raises:
-            ScoreFileError: It is not a file of scores, or of another version.
-        """
+        """Read header and hashes, without the scores. Raises ScoreFileError for another file or version."""
         try:
             with safe_open(path, "pt") as opened:
                 metadata = opened.metadata() or {}
@@ -139,10 +135,9 @@ class ScoreFile:
         return file
 
     def scores(self) -> torch.Tensor:
-        """The scores, float16 [layers, kv_heads, tokens], mapped from the file. The whole file is read once for the checksum.
+        """The scores, float16 [layers, kv_heads, tokens], mapped from the file, which is read once for the checksum.
 
-        Raises:
-            ScoreFileError: The file is missing or has changed.
+        Raises ScoreFileError if the file is missing or has changed.
         """
         try:
             with safe_open(self.path, "pt") as opened:
@@ -199,8 +194,8 @@ class ScoreIndex:
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Scores, float16 [layers, kv_heads, common tokens], of the document with the longest common prefix with ``tokens``.
 
-        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A file is mapped and its checksum
-        compared on first use, and again after it was modified, because the mapping of a truncated file must not be read.
+        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A modified file is mapped and checked
+        again, because the mapping of a truncated file must not be read.
         """
         found, common = None, 0
         for digest in page_hashes(tokens):
@@ -348,11 +343,7 @@ class KVzap(KVzipScores):
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Scores of the online method, because a layer's KV alone does not identify its slots.
-
-        Raises:
-            ValueError: There is no online method.
-        """
+        """Scores of the online method, because a layer's KV alone does not identify its slots. Raises ValueError without one."""
         if self.online is None:
             raise ValueError("kvzap scores contexts by their slots: call scores_all, or give it an online method")
         return self.online.scores(layer)

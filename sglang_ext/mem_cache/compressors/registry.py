@@ -26,7 +26,7 @@ BITS = (4, 2)
 
 
 class PackingMethod(NamedTuple):
-    """A quantizer with the arguments of :func:`register_quantizer`; no partitions if they are fixed."""
+    """A quantizer with the arguments of :func:`register_quantizer`, the default first; no partitions if they are fixed."""
 
     quantizer: type[Quantizer]
     bits: tuple[int, ...]

@@ -57,11 +57,8 @@ class Quest(StepSelector):
 
     Quest (Tang et al. 2024, arXiv 2406.10774). All tokens of a page have the same score: the mean bound over the query heads of a KV head. In
     each layer the step's own query selects, and attention waits for it. In the paper the first two layers read all tokens; here they
-    select, too. On a GPU attention itself selects, by extremes stored beside the pool (``in_attention``): no queries are recorded, and the
-    first and newest tokens are kept as whole pages, one and two.
-
-    Attributes:
-        page: Tokens of a page.
+    select, too. On a GPU attention itself selects (``in_attention``), by extremes stored beside the pool. No queries are recorded then, and
+    the first and newest tokens are kept as whole pages, one and two. A page has :attr:`page` tokens.
     """
 
     page: ClassVar[int] = 16

@@ -19,11 +19,7 @@ LEAST = 1e-12
 
 
 class QueryPredictor(ABC):
-    """Predicts the next query.
-
-    Attributes:
-        window: Maximum newest queries that it reads. It accepts fewer, from 1 on.
-    """
+    """Predicts the next query from at most ``window`` newest ones, and at least 1."""
 
     name: ClassVar[str]
     window: int

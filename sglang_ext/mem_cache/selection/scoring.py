@@ -52,11 +52,7 @@ def group_attention(
 
 
 def grouped(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Group queries, float [..., query_heads, dim], by KV head of ``keys``: float32 [..., kv_heads, query heads per KV head, dim].
-
-    Raises:
-        ValueError: The number of query heads is not a multiple of the number of KV heads.
-    """
+    """Group queries, float [..., query_heads, dim], by KV head of ``keys``: float32 [..., kv_heads, query heads per KV head, dim]."""
     heads, kv_heads = queries.shape[-2], keys.shape[-3]
     if heads % kv_heads:
         raise ValueError(
