@@ -71,6 +71,7 @@ class Pointers(SlotLayout):
         return held.transpose(0, 1).flatten(1)[:, :count].long()
 
 
+@dataclass(frozen=True)
 class PointerLayout(RowCountLayout):
     """Draft rows that begin with pointers, and the number of pointers per head. They are selected again in each round."""
 

@@ -186,6 +186,7 @@ class Packing(SlotLayout):
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
 
 
+@dataclass(frozen=True)
 class QuantizedLayout(RowCountLayout):
     """Draft rows that begin with quantized blocks, and the number of slots with blocks in each row."""
 
