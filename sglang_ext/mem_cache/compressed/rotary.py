@@ -37,6 +37,11 @@ class Rotary:
         """The frequencies in steps of a turn: int64 [pairs], 0 to ``TURN - 1``."""
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
 
+    def unrotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Undo the rotation of ``vectors``, float [tokens, ..., dim], at ``positions``, int64 [tokens]."""
+        angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
+        return self._rotate_pairs(vectors, angles.cos(), -angles.sin())
+
     def rotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply rotary embedding at ``positions``, int64 [..., tokens], to ``vectors``, float [..., tokens, dim]. Negative positions undo it."""
         angles = self._angles(positions)

@@ -141,7 +141,7 @@ class ExpectedAttention(Compressor):
 
     def _coming_queries(self, layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean, float32 [query_heads, dim], and covariance, [query_heads, dim, dim], of the queries at future positions."""
-        queries = layer.rotary.rotate(layer.queries.float(), -layer.query_positions[:, None])
+        queries = layer.rotary.unrotate(layer.queries.float(), layer.query_positions)
         weights = (layer.query_positions >= self.sinks).float()
         weights = weights / weights.sum()
         mean = torch.einsum("w,whd->hd", weights, queries)

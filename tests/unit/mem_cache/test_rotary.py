@@ -57,7 +57,7 @@ def test_queries_are_as_before_sglang_rotated_them_and_the_mean_rotation_is_the_
     turned = 2 * len(rotary.frequencies)
     factor = torch.ones(DIM)
     factor[:turned] = after[0, 0, :turned].norm() / before[0, 0, :turned].norm()
-    torch.testing.assert_close(rotary.rotate(after, -positions[:, None]), before * factor, atol=1e-3, rtol=0)
+    torch.testing.assert_close(rotary.unrotate(after, positions), before * factor, atol=1e-3, rtol=0)
 
     by_head, expected = (part.transpose(0, 1) for part in (before * factor, after))
     torch.testing.assert_close(rotary.rotate(by_head, positions), expected, atol=1e-3, rtol=0)
