@@ -11,10 +11,10 @@ from launched import LaunchedServer
 
 from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.baselines import SELECTORS
+from sglang_ext_bench.baselines.scoring_inputs import ScoringInputs
 from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops

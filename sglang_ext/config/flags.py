@@ -17,6 +17,7 @@ from sglang_ext.config.combinations import (
 from sglang_ext.config.rules import Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS
 
@@ -62,9 +63,9 @@ TABLE: dict[str, Flag] = {
             ),
             Refusal(
                 "--page-size {args.page_size}",
-                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % catalogue.QUEST_PAGE != 0,
-                f"on a GPU it selects pages of {catalogue.QUEST_PAGE} tokens, which must be pages of the pool",
-                f"pass --page-size {catalogue.QUEST_PAGE}", needs_device=True,
+                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % Quest.page != 0,
+                f"on a GPU it selects pages of {Quest.page} tokens, which must be pages of the pool",
+                f"pass --page-size {Quest.page}", needs_device=True,
             ),
             Refusal(
                 "--disaggregation-mode {args.disaggregation_mode}",
@@ -91,7 +92,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_bits": Flag(
         text="Bits of a packed number: "
-        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
+        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.QUANTIZERS[name].bits))}" for name in catalogue.packing())
         + ". The first is the default.",
         group=SECTION_KEPT,
         conflicts=(
@@ -112,7 +113,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_partition": Flag(
         text="Size of a quantization group for integer attention: channels of a key, tokens of a value. "
-        + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
+        + "; ".join(f"{name}: {', '.join(map(str, catalogue.QUANTIZERS[name].partitions))}" for name in catalogue.partitioned())
         + ". The first is the default. Smaller groups are more precise, and take more memory.",
         group=SECTION_KEPT,
         conflicts=(

@@ -208,7 +208,7 @@ def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> 
         if partition is None or (dim := head_dim()) is None or dim % partition == 0:
             continue
         flag = FIRST if packed is found[0] else MORE
-        smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
+        smaller = [str(size) for size in sorted(catalogue.QUANTIZERS[packed.quant_method].partitions) if dim % size == 0]
         remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
         raise OptionError(
             f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
@@ -242,7 +242,7 @@ def check_head_budgets(args: KVServerArgs) -> None:
 def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
     """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := catalogue.required_folder(name)) is None:
+        if (wanted := catalogue.COMPRESSORS[name].reads) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)

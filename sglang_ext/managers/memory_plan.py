@@ -170,13 +170,13 @@ class MemoryPlanner:
     def _extremes(self, slots: int) -> int:
         """Bytes of the page extremes of this number of slots, as in key_derived_data.py; 0 if there are none."""
         model, paging = self.model, self.paging
-        page = 0 if paging is None else slots // paging.scoring.page
+        page = 0 if paging is None else slots // paging.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in the pool, and of the data beside the pool that follows its keys."""
-        page = 1 if self.paging is None else self.paging.scoring.page
+        page = 1 if self.paging is None else self.paging.page
         return self.model.slot_bytes + self.code_bytes + -(-self._extremes(page) // page)
 
     @property

@@ -108,7 +108,7 @@ class ServedMethods:
                 return PointerLayout.for_table(pointers, token_table)
             from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 
-            extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
+            extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.page)
             return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)
         if args.kv_head_budgets == "adaptive":
             from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout

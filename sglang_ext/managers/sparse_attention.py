@@ -44,7 +44,7 @@ class SparseAttention(Feature):
         decode = self.args.cuda_graph_config.decode
         # SGLang's graphs of steps share one workspace, if there are any. Larger batches run in another one.
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
-        return sum(scratch_bytes(count, planner.model.kv_heads, planner.row_tokens, paging.scoring.page) for count in at_once)
+        return sum(scratch_bytes(count, planner.model.kv_heads, planner.row_tokens, paging.page) for count in at_once)
 
     def selector(self, worker: Worker, method: CompressionMethod) -> StreamSelector | None:
         """Create the asynchronous selector of spade on a GPU. On a CPU, and with quest, steps or rounds select themselves."""

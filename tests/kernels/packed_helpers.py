@@ -13,20 +13,20 @@ from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # Every quantizer with every number of bits that it allows.
-KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]
+KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.QUANTIZERS[name].bits]
 # Those that have kernels.
 KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
 
 
 def divides(name, dim):
     """Whether heads of ``dim`` channels are whole partitions, of some size, of a method of the catalogue."""
-    sizes = catalogue.allowed_partitions(name)
+    sizes = catalogue.QUANTIZERS[name].partitions
     return not sizes or any(dim % size == 0 for size in sizes)
 
 
 def for_heads(name, bits, dim):
     """A quantizer of the catalogue, with the default partitions where they divide heads of ``dim`` channels, else others that do."""
-    sizes = (size for size in catalogue.allowed_partitions(name) if dim % size == 0)
+    sizes = (size for size in catalogue.QUANTIZERS[name].partitions if dim % size == 0)
     return quantizer(name, bits, next(sizes, None))
 
 

@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
-from sglang_ext.mem_cache.selection.scoring import ScoringInputs
+from sglang_ext.mem_cache.selection.scoring import page_scores
 
 PAGE = 16
 # The newest pages first, then the first one.
@@ -90,8 +90,7 @@ class Paged:
         """As PyTorch's Quest scores whole pages of a request: float32 [kv_heads, pages]."""
         slots = self.table[request + 1, : self.pages[request] * PAGE].long()
         keys = self.before.keys[layer][slots].transpose(0, 1)[None, None]
-        seen = ScoringInputs(queries[None, None, :, None].float(), torch.arange(1)[None], keys, 1.0)
-        return Quest.scoring.scores(seen)[0, 0, :, ::PAGE]
+        return page_scores(queries[None, None].float(), keys, PAGE)[0, 0, :, ::PAGE]
 
     def expected(self, request, bounds):
         """Slots that each head's pointers lead to, by these bounds: int64 [kv_heads, tokens]."""

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     for method, bits in methods:
         if method not in catalogue.packing():
             raise CommandError(f"--methods {method}: pass quantizers, from {', '.join(catalogue.packing())}")
-        if bits not in (allowed := catalogue.allowed_bits(method)):
+        if bits not in (allowed := catalogue.QUANTIZERS[method].bits):
             raise CommandError(f"--methods {method}:{bits}: pass bits from {allowed}")
     splits = [parse_group(text, "--parts", {"blocks": positive_int, "exact": positive_int}) for text in args.parts]
     require_gpu()

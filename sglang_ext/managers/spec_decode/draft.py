@@ -24,7 +24,7 @@ from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
-from sglang_ext.mem_cache.compressed.policy import rows_to_record
+from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class StepRunner:
             watch = self._observe_step(ends, following)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
-            if not on_full_kv:
-                self.worker.queries.set_step_targets(recorded)
+            if self.worker.queries.has_step_queries and not on_full_kv:
+                self.worker.queries.set_targets(recorded)
             with self.worker.queries.recording(recorded, watch):
                 output = self.forward(batch, inputs, on_full_kv)
             self._select_tokens(ends, following, plan.selection_interval)
@@ -139,8 +139,6 @@ class StepRunner:
         compressed_kv = self.worker.compressed_kv
         if not ends and compressed_kv.async_selector is None:
             return None
-        from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-
         return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:

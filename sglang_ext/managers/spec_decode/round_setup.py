@@ -16,7 +16,7 @@ from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
 from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_too_short_to_compress, tokens_until_refresh
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, tokens_until_refresh
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -144,7 +144,7 @@ class RoundSetup:
             length=length,
             remaining=max(0, output_end(req) - length),
             is_checked_token_by_token=_is_checked_token_by_token(req, state),
-            is_short=is_too_short_to_compress(self.compressed_kv, row, length),
+            is_short=self.compressed_kv.get(row) is None and length < self.compressed_kv.method(row).min_context,
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,
