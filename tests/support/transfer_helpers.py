@@ -21,7 +21,7 @@ from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LinkSettings
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"
@@ -53,7 +53,7 @@ def make_pool(
 
 def rows(pool: PoolBuffers, slots: torch.Tensor) -> torch.Tensor:
     """What the pool holds there, uint8 [tokens, bytes]."""
-    return torch.cat([each[slots].view(torch.uint8).flatten(1) for each in pool.tensors(0, LAYERS)], 1)
+    return torch.cat([each[slots].view(torch.uint8).flatten(1) for each in pool.tensors], 1)
 
 
 class Manager:
@@ -64,7 +64,7 @@ class Manager:
     raise_failure, add_event = ProgressiveManager.raise_failure, ProgressiveManager.add_event
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
-        self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
+        self.pool, self.aux = pool, AuxRecords(pool.args)
         self.codec, self.kv_args = replace(make_codec(reference, pool), page_size=UNIT), pool.args
         kind = str(pool.dtype).removeprefix("torch.")
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference

@@ -24,7 +24,7 @@ import torch
 
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage, RawCodec, page_ends
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -88,48 +88,48 @@ class QuantizedPromptCodec(PageCodec):
         exact = page_ends(self.tokens, self.begin)
         return [*exact, *page_ends(self.page_size, self.end, self.begin), *page_ends(self.tokens, prompt, self.end)]
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page of either kind."""
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
+        return max(self._raw_codec.most_bytes(stream), sum(self._sizes(blocks)))
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode the page; there is no residual. All layers are packed together, outside the pool."""
         if not self._is_packed(page):
-            return self._raw_codec.start(page, layers)
-        own, count = self._staging_buffers(page.slots, layers), len(page.slots)
+            return self._raw_codec.start(page)
+        own, count = self._staging_buffers(page.slots), len(page.slots)
         # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
-        kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
+        kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(self.pool.layers, self.pool.heads, -1)
         sources = torch.arange(-page.start, count, device=page.slots.device)
         targets = torch.arange(count, len(own.keys[0]), device=page.slots.device)
         self.packing.write(own, kept, sources, targets, self.seeds)
         parts = []
         for kind, layout in zip((own.keys, own.values), self._layouts, strict=True):
             cells = torch.stack([as_bytes(buffer)[count:] for buffer in kind]).transpose(1, 2)
-            blocks = cells.reshape(layers.count, self.pool.heads, count // self.packing.block_tokens, -1)
+            blocks = cells.reshape(self.pool.layers, self.pool.heads, count // self.packing.block_tokens, -1)
             parts.append(blocks[..., : layout.block_bytes].flatten())
-        brought = self.pool.copy_to_host(parts, sum(self._sizes(count // self.packing.block_tokens, layers)))
+        brought = self.pool.copy_to_host(parts, sum(self._sizes(count // self.packing.block_tokens)))
         return lambda: EncodedPage(brought(), None)
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Write the page's blocks, or its exact values."""
         if not self._is_packed(page):
-            self._raw_codec.write_anchor(page, layers, anchor)
+            self._raw_codec.write_anchor(page, anchor)
             return
         blocks, heads = len(page.slots) // self.packing.block_slots, self.pool.heads
-        sizes = self._sizes(blocks, layers)
+        sizes = self._sizes(blocks)
         if len(anchor) != sum(sizes):
             size = self.packing.block_tokens
             raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {sum(sizes)}")
         halves = []
         for part, layout in zip(self.pool.blocks.to_device(anchor).split(sizes), self._layouts, strict=True):
             filled = self.packing.block_slots * layout.cell_bytes - layout.block_bytes
-            cells = torch.nn.functional.pad(part.view(layers.count, heads, blocks, -1), (0, filled))
-            rows = cells.view(layers.count, heads, len(page.slots), -1).transpose(1, 2)
+            cells = torch.nn.functional.pad(part.view(self.pool.layers, heads, blocks, -1), (0, filled))
+            rows = cells.view(self.pool.layers, heads, len(page.slots), -1).transpose(1, 2)
             halves.append(rows.flatten(2).view(self.pool.dtype))
-        self.pool.scatter(layers, page.slots, halves)
+        self.pool.scatter(page.slots, halves)
 
     def _is_packed(self, page: PlacedPage) -> bool:
         return self.begin <= page.start < self.end
@@ -138,18 +138,17 @@ class QuantizedPromptCodec(PageCodec):
     def _raw_codec(self) -> RawCodec:
         return RawCodec(self.pool, self.tokens)
 
-    def _staging_buffers(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
-        """Copy these tokens of some layers into the first slots of new buffers, with space for their blocks after them."""
+    def _staging_buffers(self, slots: torch.Tensor) -> KVBuffers:
+        """Copy these tokens into the first slots of new buffers, with space for their blocks after them."""
         kinds, room = [], self.packing.packed_slots(len(slots))
-        for half in self.pool.gather(layers, slots):
-            numbers = half.view(layers.count, len(slots), self.pool.heads, -1)
-            kinds.append(torch.cat([numbers, numbers.new_empty(layers.count, room, *numbers.shape[2:])], 1).unbind())
-        those = self.buffers.of_layers(slice(layers.first, layers.first + layers.count))
-        return replace(those, keys=kinds[0], values=kinds[1])
+        for half in self.pool.gather(slots):
+            numbers = half.view(self.pool.layers, len(slots), self.pool.heads, -1)
+            kinds.append(torch.cat([numbers, numbers.new_empty(self.pool.layers, room, *numbers.shape[2:])], 1).unbind())
+        return replace(self.buffers, keys=kinds[0], values=kinds[1], codes=None)
 
-    def _sizes(self, blocks: int, layers: LayerRange) -> list[int]:
-        """Return the bytes of blocks of keys, and of values, in all heads of some layers."""
-        return [layers.count * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
+    def _sizes(self, blocks: int) -> list[int]:
+        """Return the bytes of blocks of keys, and of values, in all heads and layers."""
+        return [self.pool.layers * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
 
     @property
     def _layouts(self) -> tuple[BlockLayout, BlockLayout]:

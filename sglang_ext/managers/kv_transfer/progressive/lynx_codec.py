@@ -6,6 +6,7 @@ Each tensor's stream begins at a multiple of 16 bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, 
 from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, OptionValue, Stream
 
 ALIGNED = 16
 
@@ -118,7 +119,7 @@ class _PackedLayout:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Data that all pages with equal numbers of layers, tokens and sinks share.
+    """Data that all pages with equal numbers of tokens and sinks share.
 
     Attributes:
         alike: Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
@@ -131,8 +132,7 @@ class _Plan:
     residuals: _PackedLayout | None
 
     @classmethod
-    def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
-        keys, values = layouts
+    def build(cls, keys: PageLayout, values: PageLayout, layers: int, device: torch.device) -> "_Plan":
         both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
         alike = both if keys != values else ((slice(0, 2 * layers), keys),)
         if keys.always_raw or values.always_raw:
@@ -164,8 +164,7 @@ class LynxCodec(PageCodec):
     page_size: int = 64
     bits: int = 4
     sinks: int = 4
-    _plans: dict[tuple[int, int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _most: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[tuple[int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
@@ -181,22 +180,23 @@ class LynxCodec(PageCodec):
         """The options that change the bytes."""
         return {"bits": self.bits, "sinks": self.sinks}
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
-        key = stream, layers.count
-        if key not in self._most:
-            sizes = [_most_bytes(stream, layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)]
-            self._most[key] = packed_size(sizes)
-        return self._most[key]
+        return self._most[stream]
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    @cached_property
+    def _most(self) -> dict[Stream, int]:
+        layouts = [layout for layout in self._layouts(self.page_size, 0) for _ in range(self.pool.layers)]
+        return {stream: packed_size([_most_bytes(stream, layout) for layout in layouts]) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
+
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
 
         Exact residuals have sizes that only the device knows. In that case this method waits.
         """
-        plan = self._plan(page, layers)
+        plan = self._plan(page)
         if plan.anchors is None or residual and plan.residuals is None:
-            found = self._encode_separately(page, layers, anchor, residual)
+            found = self._encode_separately(page, anchor, residual)
             return lambda: found
         # Separate lanes: a residual waits for all anchors of its room.
         first, rest = (
@@ -206,7 +206,7 @@ class LynxCodec(PageCodec):
         anchors, residuals = plan.anchors.room(first), plan.residuals.room(rest) if residual else None
         for group, (those, layout) in enumerate(plan.alike):
             beside = plan.residuals.placed(residuals, group) if residual else None
-            encode_page_into(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
+            encode_page_into(self.pool.parts(those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
         kinds = plan.anchors.copy_kinds_to_host(anchors, self.pool.blocks)
         if anchor:
             plan.anchors.copy_to_host(anchors, first)
@@ -217,18 +217,18 @@ class LynxCodec(PageCodec):
         def finish() -> EncodedPage:
             reached()
             if (kinds == RAW).any():
-                return self._encode_separately(page, layers, anchor, residual)
+                return self._encode_separately(page, anchor, residual)
             return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
 
         return finish
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Fill the page's slots with values of 4 bits."""
-        self._decode(page, layers, anchor, None)
+        self._decode(page, anchor)
 
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+    def write_residual(self, page: PlacedPage, anchor: memoryview, residual: memoryview) -> None:
         """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool."""
-        self._decode(page, layers, anchor, residual)
+        self._decode(page, anchor, residual)
 
     def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
         """Return the layouts of keys and of values."""
@@ -238,39 +238,40 @@ class LynxCodec(PageCodec):
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 
-    def _plan(self, page: PlacedPage, layers: LayerRange) -> _Plan:
+    def _plan(self, page: PlacedPage) -> _Plan:
         tokens = len(page.slots)
-        key = tokens, min(tokens, max(0, self.sinks - page.start)), layers.count
+        key = tokens, min(tokens, max(0, self.sinks - page.start))
         if key not in self._plans:
-            self._plans[key] = _Plan.build(self._layouts(tokens, page.start), layers.count, self.pool.device)
+            self._plans[key] = _Plan.build(*self._layouts(tokens, page.start), self.pool.layers, self.pool.device)
         return self._plans[key]
 
-    def _encode_separately(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+    def _encode_separately(self, page: PlacedPage, anchor: bool, residual: bool) -> EncodedPage:
         """Encode streams of any size, tensor by tensor, and wait for them."""
         found = []
-        for those, layout in self._plan(page, layers).alike:
+        for those, layout in self._plan(page).alike:
             # Exact residuals take longer, and are skipped if not requested.
             layout = layout if residual else replace(layout, reference="int8")
-            found += encode_page(self.pool.parts(layers, those), layout, page.slots)
+            found += encode_page(self.pool.parts(those), layout, page.slots)
         streams = [streams if wanted else None for streams, wanted in zip(zip(*found, strict=True), (anchor, residual))]
         page = EncodedPage(*(None if each is None else pack_streams(each, self.pool.blocks, lane) for lane, each in enumerate(streams)))
         self.pool.synchronize()
         return page
 
-    def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
-        plan, streams = self._plan(page, layers), (anchor,) if residual is None else (anchor, residual)
+    def _decode(self, page: PlacedPage, *streams: memoryview) -> None:
+        """Fill the page's slots with the values of its anchor, or of its anchor and its residual."""
+        plan = self._plan(page)
         fixed = (plan.anchors, plan.residuals)[: len(streams)]
         try:
             if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
                 memory = [self.pool.blocks.to_device(content) for content in streams]
                 for group, (those, layout) in enumerate(plan.alike):
                     first, *rest = (each.placed(room, group) for each, room in zip(fixed, memory, strict=True))
-                    decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(layers, those), page.slots)
+                    decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(those), page.slots)
                 return
-            found = [unpack_streams(content, 2 * layers.count, self.pool.blocks) for content in streams]
+            found = [unpack_streams(content, 2 * self.pool.layers, self.pool.blocks) for content in streams]
             for those, layout in plan.alike:
-                rest = None if residual is None else found[1][those]
-                decode_page(found[0][those], rest, layout, self.pool.parts(layers, those), page.slots)
+                first, *rest = (each[those] for each in found)
+                decode_page(first, rest[0] if rest else None, layout, self.pool.parts(those), page.slots)
         except (ValueError, IndexError, RuntimeError) as error:
             raise LinkError(f"the data are no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 

@@ -35,7 +35,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Fail
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError, encode
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, WireError, encode
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,6 @@ class ProgressiveManager(CommonKVManager):
         pool, aux, codec: The rank's KV pool, its auxiliary records, and the codec of pages.
         settings: Settings of this end of links.
         has_keys: Whether links are encrypted.
-        layers: Layers of one part: all layers.
         handshakes, peers, waiting: On the prefill side: unmatched rooms, decode ranks, and packed prompts that wait.
         links: On the decode side, the link server.
         directory: On the decode side, fetches prefill servers.
@@ -145,7 +144,6 @@ class ProgressiveManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         try:
             self.pool = compatibility.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
-            self.layers = LayerRange(0, self.pool.layers)
             self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = compatibility.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
@@ -161,9 +159,9 @@ class ProgressiveManager(CommonKVManager):
     def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
         # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
-        limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR, self.layers))
+        limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR))
         if self.pool.device.type == "cuda":
-            compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
+            compile_kernels(self.codec, self.disaggregation_mode == DisaggregationMode.DECODE)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), PackedPromptStore()
             logger.info(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, OptionValue, Stream
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -39,7 +39,7 @@ class PlacedPage:
 
 
 class EncodedPage(NamedTuple):
-    """Streams of one page and one range of layers, in host memory that is not written to any more.
+    """Streams of one page, in host memory that is not written to any more.
 
     A stream is None if it was not requested; ``residual`` is also None if the codec has none.
     """
@@ -74,15 +74,15 @@ class PageCodec(ABC):
         return {}
 
     @abstractmethod
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 for a stream that the codec does not have."""
 
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+    def encode(self, page: PlacedPage) -> EncodedPage:
         """Encode the current KV of the page to all streams."""
-        return self.start(page, layers)()
+        return self.start(page)()
 
     @abstractmethod
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode the requested streams that the codec has, from the current KV. Return a function that waits for them.
 
         The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
@@ -90,14 +90,14 @@ class PageCodec(ABC):
         """
 
     @abstractmethod
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Fill the page's slots with the values that the anchor alone restores.
 
         Raises:
             LinkError: The data is not an anchor of such a page.
         """
 
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+    def write_residual(self, page: PlacedPage, anchor: memoryview, residual: memoryview) -> None:
         """Fill the page's slots with the reference.
 
         Raises:
@@ -119,12 +119,12 @@ class BenchCodec(PageCodec):
         """
 
     @abstractmethod
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+    def encode_anchor(self, page: PlacedPage) -> memoryview:
         """Encode the current KV of the page to its one stream."""
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Encode the one stream at once."""
-        found = EncodedPage(self.encode_anchor(page, layers), None)
+        found = EncodedPage(self.encode_anchor(page), None)
         return lambda: found
 
 
@@ -138,50 +138,47 @@ class RawCodec(PageCodec):
     version = 1
     reference = "raw"
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the bytes of a full page."""
-        return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
+        return self.page_size * self.pool.bytes_per_token if stream is Stream.ANCHOR else 0
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to copy the page; there is no residual."""
-        size = self._bytes(len(page.slots), layers)
+        size = len(page.slots) * self.pool.bytes_per_token
         if self.pool.device.type == "cpu":
             content, where = self.pool.blocks.take(size), _slot_index(page.slots)
-            for rows, part in self._views(content, len(page.slots), layers):
+            for rows, part in self._views(content, len(page.slots)):
                 part[:] = rows[where]
             return lambda: EncodedPage(memoryview(content), None)
-        brought = self.pool.copy_to_host(self.pool.gather(layers, page.slots), size)
+        brought = self.pool.copy_to_host(self.pool.gather(page.slots), size)
         return lambda: EncodedPage(brought(), None)
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Copy the bytes back to the pool. Raise ``LinkError`` if the page has another size."""
-        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
+        tokens, expected = len(page.slots), len(page.slots) * self.pool.bytes_per_token
         if len(anchor) != expected:
             raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
         if self.pool.device.type == "cpu":
             where = _slot_index(page.slots)
-            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens, layers):
+            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens):
                 rows[where] = part
             return
         content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
-        split = tokens * layers.count * self.pool.heads * self.pool.key_dim
-        self.pool.scatter(layers, page.slots, tuple(half.view(layers.count, tokens, -1) for half in (content[:split], content[split:])))
+        split = tokens * self.pool.layers * self.pool.heads * self.pool.key_dim
+        self.pool.scatter(page.slots, tuple(half.view(self.pool.layers, tokens, -1) for half in (content[:split], content[split:])))
 
-    def _bytes(self, tokens: int, layers: LayerRange) -> int:
-        return tokens * layers.count * (self.pool.bytes_per_token // self.pool.layers)
-
-    def _views(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield keys, then values, of each layer: rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes."""
-        begin, first, last = 0, layers.first, layers.first + layers.count
-        for rows in self._pool_rows[first:last] + self._pool_rows[self.pool.layers + first : self.pool.layers + last]:
+    def _views(self, content: np.ndarray, tokens: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes, for each tensor."""
+        begin = 0
+        for rows in self._pool_rows:
             end = begin + tokens * rows.shape[1]
             yield rows, content[begin:end].reshape(tokens, rows.shape[1])
             begin = end
 
     @cached_property
     def _pool_rows(self) -> tuple[np.ndarray, ...]:
-        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, width]."""
-        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
+        """The tensors of a pool in host memory: uint8 [slots, width]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors)
 
 
 def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:

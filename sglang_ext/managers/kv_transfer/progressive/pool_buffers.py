@@ -163,7 +163,7 @@ class PoolBuffers:
     key_dim: int
     value_dim: int
     device: torch.device
-    _parts: dict[tuple[int, ...], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[tuple[int, int], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
     # Streams of threads of links, and of the scheduler's thread where it must not wait for a forward. Their kernels are small, and would
     # otherwise wait behind each large kernel of the model.
     _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
@@ -189,6 +189,11 @@ class PoolBuffers:
         """Number of layers in the pool."""
         return len(self.args.kv_data_ptrs) // 2
 
+    @cached_property
+    def layer_range(self) -> LayerRange:
+        """All layers of the pool, which each part of a room holds."""
+        return LayerRange(0, self.layers)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token: keys and values of all layers."""
@@ -204,15 +209,16 @@ class PoolBuffers:
         """Values of each layer, [slots, heads * value_dim], in the pool's own memory."""
         return tuple(self._buffer(self.layers + layer, self.value_dim) for layer in range(self.layers))
 
-    def tensors(self, first: int, count: int) -> list[torch.Tensor]:
-        """Return the keys, then the values, of ``count`` layers from ``first``."""
-        return [*self.keys[first : first + count], *self.values[first : first + count]]
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The keys, then the values, of all layers."""
+        return self.keys + self.values
 
-    def parts(self, layers: LayerRange, those: slice) -> PageTensors:
-        """Return some of :meth:`tensors` with equal shapes. They are built once and cached."""
-        key = layers.first, layers.count, those.start, those.stop
+    def parts(self, those: slice) -> PageTensors:
+        """Return some of :attr:`tensors` with equal shapes. They are built once and cached."""
+        key = those.start, those.stop
         if key not in self._parts:
-            parts = PageTensors.from_tensors(self.tensors(layers.first, layers.count)[those])
+            parts = PageTensors.from_tensors(self.tensors[those])
             if self._by_kernel(parts.tensors[0]) and parts.table is not None:
                 # The thread that builds the table waits for it, because threads of links and the scheduler's thread read it on their own
                 # streams.
@@ -220,9 +226,9 @@ class PoolBuffers:
             self._parts[key] = parts
         return self._parts[key]
 
-    def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:
+    def gather(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         """Copy the keys, then the values, of tokens: [layers, tokens, heads * dim] each. Does not wait for a GPU."""
-        for parts in self._halves(layers):
+        for parts in self._halves():
             like = parts.tensors[0]
             out = torch.empty(len(parts.tensors), len(slots), like.shape[1], dtype=like.dtype, device=like.device)
             if self._by_kernel(like):
@@ -232,18 +238,17 @@ class PoolBuffers:
                     torch.index_select(tensor, 0, slots, out=rows)
             yield out
 
-    def scatter(self, layers: LayerRange, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
+    def scatter(self, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
         """Write tokens in the form that :meth:`gather` yields."""
-        for parts, rows in zip(self._halves(layers), halves, strict=True):
+        for parts, rows in zip(self._halves(), halves, strict=True):
             if self._by_kernel(parts.tensors[0]):
                 scatter_rows(parts.table, parts.tensors[0], slots, rows)
             else:
                 for tensor, part in zip(parts.tensors, rows, strict=True):
                     tensor[slots] = part
 
-    def _halves(self, layers: LayerRange) -> Iterator[PageTensors]:
-        yield self.parts(layers, slice(0, layers.count))
-        yield self.parts(layers, slice(layers.count, 2 * layers.count))
+    def _halves(self) -> tuple[PageTensors, PageTensors]:
+        return self.parts(slice(0, self.layers)), self.parts(slice(self.layers, 2 * self.layers))
 
     def _by_kernel(self, like: torch.Tensor) -> bool:
         return self.device.type == "cuda" and has_whole_words(like)

@@ -225,7 +225,7 @@ class ProgressiveReceiver(CommonKVReceiver):
             # Threads of links read these slot tensors on another stream than the one that computes them.
             pool.synchronize()
         hashes = page_hashes(prompt, ends, prefix, codec.page_size)
-        return RoomWriter(codec, self.kv_mgr.aux, aux_index, self.kv_mgr.layers, pages, hashes, self, self._queries)
+        return RoomWriter(codec, self.kv_mgr.aux, aux_index, pages, hashes, self, self._queries)
 
     def _ends_refused(self) -> bool:
         """End the rooms of both sides if the request has ended before its KV is expected. Return whether it has."""

@@ -17,7 +17,7 @@ from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, PageHeader, RoomShape, Stream
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 # Bytes of the header that describes the queries.
@@ -106,6 +106,10 @@ class PromptQueries:
         return str(self.dtype).removeprefix("torch.")
 
 
+def _room_shape(codec: PageCodec, pages: int) -> RoomShape:
+    return RoomShape(pages, (codec.pool.layer_range,), codec.has_residual and pages > 0)
+
+
 class RoomEncoderListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
 
@@ -137,11 +141,10 @@ class RoomEncoder:
     """
 
     def __init__(
-        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
+        self, number: int, codec: PageCodec, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
     ) -> None:
-        self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
-        self._hashes, self._listener = hashes, listener
-        self.shape = RoomShape(len(hashes), (layers,), codec.has_residual and bool(hashes))
+        self.number, self._codec, self._starts, self._hashes, self._listener = number, codec, starts, hashes, listener
+        self.shape = _room_shape(codec, len(hashes))
         self.is_closed = False
         self._lock = threading.Lock()
         # Pages started, deferred residuals not offered yet, and whether the record was offered.
@@ -150,7 +153,7 @@ class RoomEncoder:
 
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 if the room has no such stream."""
-        return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
+        return self._codec.most_bytes(stream) if self.shape.parts(stream) else 0
 
     def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "PageEncoding":
         """Start to encode the next page.
@@ -166,14 +169,14 @@ class RoomEncoder:
             with self._lock:
                 self._num_deferred += 1
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, residual=residual)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), residual=residual)
         streams = (Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)
         return PageEncoding(self, page, {stream: self.most_bytes(stream) for stream in streams}, encoded, slots)
 
     def start_residual(self, page: int, slots: torch.Tensor) -> "PageEncoding":
         """Start to encode the residual of a page that was started without it."""
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, anchor=False)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), anchor=False)
         return PageEncoding(self, page, {Stream.RESIDUAL: self.most_bytes(Stream.RESIDUAL)}, encoded, slots, is_deferred=True)
 
     def start_record(self, record: bytes) -> "PageEncoding":
@@ -186,7 +189,8 @@ class RoomEncoder:
             encoded = started.encoded()
         for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
             if payload is not None:
-                link.offer(self.number, OutgoingPart(stream, payload, started.page, self._layers, self._hashes[started.page]))
+                layers, prefix_hash = self._codec.pool.layer_range, self._hashes[started.page]
+                link.offer(self.number, OutgoingPart(stream, payload, started.page, layers, prefix_hash))
         if started.is_deferred:
             with self._lock:
                 self._num_deferred -= 1
@@ -263,14 +267,13 @@ class RoomWriter:
         codec: PageCodec,
         aux: AuxRecords,
         aux_index: int,
-        layers: LayerRange,
         pages: Sequence[PlacedPage],
         hashes: Sequence[bytes],
         listener: RoomWriterListener,
         expected_queries: PromptQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, codec.pool, aux, aux_index
-        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), listener
+        self._pages, self._hashes, self._listener = pages, tuple(hashes), listener
         self._expected_queries, self.queries = expected_queries, b""
         # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
         # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
@@ -284,10 +287,9 @@ class RoomWriter:
     @property
     def expected(self) -> ExpectedRoom:
         """The parts that the link server accepts for this room."""
-        shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
-        most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
+        most = {stream: self._codec.most_bytes(stream) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
         record = sum(self._aux.sizes) + (self._expected_queries.most_bytes if self._expected_queries is not None else 0)
-        return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
+        return ExpectedRoom(_room_shape(self._codec, len(self._pages)), most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
         """Write an expected part. Called by the link. Raise ``LinkError`` if it cannot be written."""
@@ -306,10 +308,10 @@ class RoomWriter:
         page = self._pages[header.page]
         if header.page in others:
             with self._pool.use_stream():
-                self._codec.write_residual(page, self._layers, self._anchors.pop(header.page), self._residuals.pop(header.page))
+                self._codec.write_residual(page, self._anchors.pop(header.page), self._residuals.pop(header.page))
         elif header.stream is Stream.ANCHOR:
             with self._pool.use_stream():
-                self._codec.write_anchor(page, self._layers, payload)
+                self._codec.write_anchor(page, payload)
 
     def arrived(self, stream: Stream) -> None:
         """All parts of a stream are written. Called by the link. A retransmitted anchor may arrive after the auxiliary record."""

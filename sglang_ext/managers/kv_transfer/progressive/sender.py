@@ -124,7 +124,7 @@ class ProgressiveSender(CommonKVSender):
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
-        parts = (codec.encode(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers).anchor for start, stop in zip([0, *ends], ends))
+        parts = (codec.encode(PlacedPage(start, slots[start:stop])).anchor for start, stop in zip([0, *ends], ends))
         # The pages are copied. Otherwise they would keep the blocks that links need.
         waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
         self.kv_mgr.add_event(self.room, "computed")
@@ -199,7 +199,7 @@ class ProgressiveSender(CommonKVSender):
         hashes = page_hashes(self._prompt, ends, prefix, codec.page_size)
         starts = [prefix, *ends][: len(ends)]
         self._lengths.extend(stop - start for start, stop in zip(starts, ends))
-        return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
+        return RoomEncoder(metadata.link_room, codec, starts, hashes, self)
 
     def _codec(self, begin: int, end: int) -> QuantizedPromptCodec:
         packing, buffers = self._packing

@@ -19,14 +19,14 @@ from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, settings_mismatch
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
-DIM, ALL = 64, LayerRange(0, 2)
+DIM = 64
 METHODS = (("hack", 4, 64), ("hack", 2, 32), ("int4", None, None), ("kivi", 2, None), ("turboquant", None, None))
 
 
@@ -69,10 +69,10 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
     where = QuantizedPromptSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
     ends, sizes = sent.ends(400), []
     for start, stop in zip([0, *ends], ends):
-        part = sent.encode(PlacedPage(start, slots[start:stop]), ALL).anchor
+        part = sent.encode(PlacedPage(start, slots[start:stop])).anchor
         sizes.append(len(part))
-        assert len(part) <= sent.most_bytes(Stream.ANCHOR, ALL)
-        received.write_anchor(PlacedPage(start, where.slots(start, stop)), ALL, part)
+        assert len(part) <= sent.most_bytes(Stream.ANCHOR)
+        received.write_anchor(PlacedPage(start, where.slots(start, stop)), part)
     assert torch.equal(rows(target, where.sinks), rows(source, slots[:begin]))
     assert torch.equal(rows(target, where.tail), rows(source, slots[end:]))
     # Last, as it writes to the source.
@@ -116,9 +116,9 @@ def test_a_page_of_another_length_and_a_residual_are_refused():
     packing = packing_of(buffers)
     codec = QuantizedPromptCodec(pool, packing, buffers, 4, 68)
     with pytest.raises(LinkError, match="a page of 1 blocks of 64 tokens has 3 bytes; expected are "):
-        codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b"abc"))
+        codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), memoryview(b"abc"))
     with pytest.raises(LinkError, match="no residuals"):
-        codec.write_residual(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b""), memoryview(b"abc"))
+        codec.write_residual(PlacedPage(4, some(packing.block_slots, 1)), memoryview(b""), memoryview(b"abc"))
 
 
 def test_a_prompts_slots_are_those_of_its_copy_and_of_the_tokens_after_it_in_whole_pages():
@@ -212,7 +212,7 @@ def test_a_prompt_that_was_packed_before_its_decode_side_had_room_arrives_though
     assert sender.pack_early(made.where.begin, made.where.end, made.slots) and sender.is_waiting_packed and waiting.held > 0
     tail, seeds = rows(source, made.slots[made.where.end :]), token_seeds(made.prompt, 300, torch.device("cpu"))
     blocks = rows(source, copied(made.packing, made.here, made.slots, made.where.begin, made.where.end, seeds))
-    for each in source.tensors(0, 2):
+    for each in source.tensors:
         each.zero_()
     sender, receiver = made.begin(sender=sender)
     until(lambda: settled(sender) and settled(receiver))

@@ -87,7 +87,7 @@ def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatc
     until(lambda: settled(sender))
     assert sender.poll() == KVPoll.Success and receiver.poll() == KVPoll.WaitingForInput
     kept = rows(both.prefill.pool, here)
-    for tensor in both.prefill.pool.tensors(0, 2):
+    for tensor in both.prefill.pool.tensors:
         tensor.zero_()
     sender.clear()
     freed.set()
@@ -367,12 +367,12 @@ def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers, monk
     both = servers("raw")
     start = both.prefill.codec.start
 
-    def broken(page, layers, **streams):
+    def broken(page, **streams):
         if len(page.slots) == 5:
             raise RuntimeError("no memory")
-        return start(page, layers, **streams)
+        return start(page, **streams)
 
-    monkeypatch.setattr(type(both.prefill.codec), "start", lambda codec, page, layers, **streams: broken(page, layers, **streams))
+    monkeypatch.setattr(type(both.prefill.codec), "start", lambda codec, page, **streams: broken(page, **streams))
     failing = transfer(both, 7, list(range(69)))[:2]
     other = transfer(both, 8, list(range(80)))[:2]
     until(lambda: all(settled(end) for end in (*failing, *other)))
@@ -420,7 +420,7 @@ def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(server
     until(lambda: settled(sender) and settled(receiver))
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
     codec = both.prefill.codec
-    anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT]), both.prefill.layers).anchor for begin in range(0, 200, UNIT)]
+    anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT])).anchor for begin in range(0, 200, UNIT)]
     events = {event.kind: event for event in transfer_metrics.read_timeline(tmp_path / "times")}
     assert events["anchor"].number == sum(map(len, anchors)) < events["complete"].number
 
@@ -442,14 +442,14 @@ def raw():
 
 def parts_of(both, room, prompt, there):
     """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and the room's number on the link."""
-    codec, layers = both.prefill.codec, both.prefill.layers
+    codec, layers = both.prefill.codec, both.prefill.pool.layer_range
     receiver = both.receiver(room, prompt)
     receiver.send_metadata(there, 5, decode_prefix_len=0)
     room = both.decode.said[-1].link_room
     pages = receiver._writer._pages
     made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
     for page in pages:
-        anchor, residual = codec.encode(page, layers)
+        anchor, residual = codec.encode(page)
         made[Stream.ANCHOR].append(anchor)
         made[Stream.RESIDUAL].append(residual)
     hashes = receiver._writer._hashes
