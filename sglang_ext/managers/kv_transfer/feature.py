@@ -84,11 +84,7 @@ class ArrivingFullKV(FullKVProvider):
 
 
 class KVTransfer(Feature):
-    """Early decoding, quantized prompts, and the newest queries of prompts.
-
-    Attributes:
-        prompt_queries: Converts the newest queries of requests to bytes and back.
-    """
+    """Early decoding, quantized prompts, and the newest queries of prompts."""
 
     prompt_queries: PromptQueries
     _worker: Worker
@@ -112,13 +108,11 @@ class KVTransfer(Feature):
         return self._arriving
 
     def arriving_full_kv(self, req: "Req", tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
-        """Return the provider for a request that decodes early; None if all KV must arrive first.
-
-        A request that cannot draft, or has no tokens to draft, does not need an anchor. A request that decodes early may have to be
-        prefilled again. SGLang's second request to the prefill server has tokens only, without adapter, image or embedding.
-        """
+        """Return the provider for a request that decodes early; None if all KV must arrive first."""
+        # A request that cannot draft, or has no tokens to draft, does not need an anchor.
         if not options.has_early_decoding(self.args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
             return None
+        # It may have to be prefilled again. SGLang's second request has tokens only, without adapter, image or embedding.
         if not is_token_only(req):
             return None
         self._bind(tree_cache)

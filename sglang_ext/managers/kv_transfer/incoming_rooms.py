@@ -34,10 +34,9 @@ class RoomSink(Protocol):
 
 @dataclass(frozen=True)
 class ExpectedRoom:
-    """The expected parts of a room.
+    """The expected parts of a room. The sender must announce the same shape.
 
     Attributes:
-        shape: Its parts. The sender must announce the same shape.
         most_bytes: Maximum bytes of one part, for each stream of the shape.
         prefix_hashes: Hash of each page (page_codec.py), which anchors and residuals must carry; empty to skip the comparison.
     """
@@ -57,13 +56,7 @@ class ExpectedRoom:
 
 @dataclass(eq=False)
 class IncomingRoom:
-    """A room between its registration and its end.
-
-    Attributes:
-        link: Id of the link that opened it; None until then. ``IncomingRooms`` sets it.
-        ended: Whether it accepts nothing more.
-        complete: Whether all parts are written.
-    """
+    """A room between its registration and its end. ``link``: id of the link that opened it, which ``IncomingRooms`` sets."""
 
     number: int
     expected: ExpectedRoom
@@ -152,10 +145,8 @@ class IncomingRoom:
 class IncomingRooms:
     """All rooms of one receiver that have not ended. Called from any thread. No sink is called while the lock is held.
 
-    Args:
-        endpoint: The receiver's endpoint, for errors.
-        finished: Number of finished rooms to remember, for senders that missed the last acknowledgement.
-        tell: Sends the end of a room to the sender of a link. Called from any thread, so it must not block.
+    ``finished`` rooms are remembered, for senders that missed the last acknowledgement. ``tell`` sends the end of a room to the sender of a
+    link. It is called from any thread, so it must not block.
     """
 
     def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
@@ -198,9 +189,9 @@ class IncomingRooms:
             return self._finished.get((link, number))
 
     def abort(self, number: int) -> None:
-        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
+        """Accept nothing more of a room, if it has not ended. After this call its sink is not called, so its memory may be reused.
 
-        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
+        This waits for a running call of the sink, so the caller must hold no lock that the sink takes.
         """
         with self._lock:
             room, failing = self._rooms.get(number), self._failing.get(number)

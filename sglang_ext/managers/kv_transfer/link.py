@@ -40,10 +40,9 @@ QUIET_SECONDS = 0.02
 
 
 class Link:
-    """Rooms that one sender sends to one receiver. All methods may be called from any thread, and none waits for the network.
+    """Rooms that one sender sends to one receiver, a ``LinkServer``. All methods may be called from any thread; none waits for the network.
 
     Args:
-        endpoint: Endpoint of a ``LinkServer`` (endpoints.py).
         settings: Settings of this end, which must equal the receiver's.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: Key pair of both ends; None for no encryption, on this machine only.
@@ -53,7 +52,7 @@ class Link:
         outstanding_bytes: Sent bytes that the receiver has not granted again; at most its window.
 
     Raises:
-        LinkError: The endpoint is refused.
+        LinkError: The endpoint is refused (endpoints.py).
     """
 
     def __init__(

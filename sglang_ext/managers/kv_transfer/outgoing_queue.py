@@ -25,14 +25,7 @@ _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
 @dataclass(eq=False)
 class OutgoingPart:
-    """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
-
-    Attributes:
-        payload: Contiguous bytes; they are not copied.
-        page: Index of the page, counted from the first page that is transferred; 0 for aux.
-        layers: Layers of the KV; any value for aux.
-        prefix_hash: 32 bytes (page_codec.py), or empty.
-    """
+    """A part to send. Its bytes must not change until it is acknowledged or its room has ended. Fields as of :class:`PageHeader`."""
 
     stream: Stream
     payload: memoryview | bytes
@@ -70,13 +63,11 @@ class OutgoingRoom:
     """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        opened: Time of opening, in seconds of ``time.monotonic``.
         reading: Trackers of frames that libzmq may still read.
         confirmed: Whether the receiver has answered on this connection which parts it has.
         offered: Parts that are not acknowledged, by stream and number.
         waiting: Offered parts that wait for other parts of the room.
         sent_parts: Numbers of parts that were completely sent on this connection, or are acknowledged.
-        acknowledged_parts: Numbers of acknowledged parts.
     """
 
     number: int
@@ -108,11 +99,9 @@ class OutgoingRoom:
 
 
 class OutgoingQueue:
-    """All rooms of one link. Callers hold a lock. Methods raise ``LinkError`` for parts and rooms that the state does not allow.
+    """All rooms of one link that have not ended, and the ``queued`` bytes of parts that are not acknowledged. Callers hold a lock.
 
-    Attributes:
-        rooms: Rooms that have not ended.
-        queued: Bytes of parts that are not acknowledged.
+    Methods raise ``LinkError`` for parts and rooms that the state does not allow.
     """
 
     def __init__(self, codec: str, rank: int) -> None:

@@ -11,12 +11,11 @@ request's own row points to SGLang's padding page, as after full KV was freed (q
 retracted request is prefilled again.
 
 SGLang prefills prompts ahead of their decode side (``--optimistic-prefill-attempts``), and keeps their full KV until that side has slots. A
-prompt that will be sent as quantized KV is packed as soon as it is prefilled, and its full KV can be freed.
-:class:`PackedPromptStore` holds it in host memory until then.
+prompt that will be sent as quantized KV is packed into host memory as soon as it is prefilled, and its full KV can be freed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +47,6 @@ class QuantizedPromptCodec(PageCodec):
     Attributes:
         packing: Layout of blocks in the pool's slots.
         buffers: The same pool, by KV heads.
-        begin, end: Range of prompt positions in whole blocks.
         tokens: Tokens of an exact page.
         seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/block_layout.py); None for other rounding, and for writing.
 
@@ -82,7 +80,7 @@ class QuantizedPromptCodec(PageCodec):
         return max(block, self.tokens // block * block)
 
     def ends(self, prompt: int) -> list[int]:
-        """Return the ends of the pages of a prompt of ``prompt`` tokens. Raise ``LinkError`` if it is shorter than its quantized range."""
+        """Return the ends of a prompt's pages. Raise ``LinkError`` if it has fewer than ``end`` tokens."""
         if prompt < self.end:
             raise LinkError(f"tokens up to {self.end} are to be quantized, of a prompt of {prompt}; start both servers alike")
         exact = page_ends(self.tokens, self.begin)
@@ -155,49 +153,9 @@ class QuantizedPromptCodec(PageCodec):
         return self.packing.keys, self.packing.values
 
 
-# Bytes of packed prompts at one rank from which no more are packed ahead. Full KV stays in the pool then.
-MOST_WAITING = 4 << 30
-
-
-@dataclass
-class PackedPromptStore:
-    """Packed prompts of one rank, of ``held`` bytes; from ``most`` bytes on, no more are accepted. Used by the scheduler's thread."""
-
-    most: int = MOST_WAITING
-    held: int = 0
-    _pages: dict[object, tuple[tuple[int, int], tuple[memoryview, ...]]] = field(default_factory=dict)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another prompt can be stored."""
-        return self.held < self.most
-
-    def __contains__(self, owner: object) -> bool:
-        return owner in self._pages
-
-    def put(self, owner: object, coded: tuple[int, int], pages: tuple[memoryview, ...]) -> None:
-        """Store the pages of a prompt whose tokens from ``coded[0]`` to ``coded[1]`` are packed."""
-        self._pages[owner] = coded, pages
-        self.held += sum(map(len, pages))
-
-    def coded(self, owner: object) -> tuple[int, int] | None:
-        """Return the range of packed tokens of an owner's prompt; None if it is not stored."""
-        return self._pages[owner][0] if owner in self._pages else None
-
-    def take(self, owner: object) -> tuple[memoryview, ...]:
-        """Remove and return an owner's pages; empty if there are none."""
-        _, pages = self._pages.pop(owner, ((0, 0), ()))
-        self.held -= sum(map(len, pages))
-        return pages
-
-
 @dataclass(frozen=True)
 class QuantizedPrompt:
-    """A prompt of ``tokens`` tokens to transfer as quantized KV.
-
-    Attributes:
-        covered: Number of first prompt tokens that the compressed KV replaces: the sinks exactly, the others in blocks.
-    """
+    """A prompt of ``tokens`` tokens to transfer as quantized KV, which replaces the first ``covered``: sinks exactly, others in blocks."""
 
     method: CompressionMethod
     tokens: int
@@ -218,9 +176,9 @@ class QuantizedPrompt:
 def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) -> QuantizedPrompt | None:
     """Plan the transfer of a request's first ``tokens`` tokens as quantized KV for ``method``; None to transfer their full KV.
 
-    Full KV is transferred for short prompts and for requests that read full KV. A retracted request must be prefilled again. SGLang then
-    sends the prefill server token ids only, without adapters, images or embeddings; such requests use full KV too.
+    Full KV is transferred for short prompts and for requests that read full KV.
     """
+    # A retracted request is prefilled again. SGLang then sends token ids only, without adapters, images or embeddings.
     if not is_token_only(req) or fallback_reason(req):
         return None
     covered = method.covered(tokens - method.recent)
@@ -230,14 +188,7 @@ def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) ->
 
 
 class QuantizedPromptSlots(NamedTuple):
-    """Slots for a prompt's quantized blocks, and for its tokens that are not packed.
-
-    Attributes:
-        begin, end: Range of prompt positions that is stored in blocks.
-        sinks: int64 [begin], slots of the tokens before the blocks.
-        blocks: int64, slots of the blocks.
-        tail: int64, slots of the tokens after the blocks.
-    """
+    """Slots, int64, for a prompt: ``sinks`` before prompt position ``begin``, ``blocks`` up to ``end``, and ``tail`` after that."""
 
     packing: Packing
     buffers: KVBuffers
@@ -271,14 +222,8 @@ class QuantizedPromptAllocator:
     def allocate(self, req: "Req", prompt: QuantizedPrompt, exact: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Allocate a request's row, its compressed KV, and slots for the full KV after that.
 
-        Args:
-            req: Request without a row.
-            prompt: Result of :meth:`plan`.
-            exact: Takes the slots that the row has for the covered tokens, int64 [covered], and their number. Assigns the row and slots for
-                the other tokens, and returns these, int64.
-
-        Returns:
-            The result of ``exact``.
+        ``exact`` takes the slots that the row has for the covered tokens, int64 [covered], and their number. It assigns the row and slots
+        for the other tokens, and returns these, int64, as this method does.
 
         Raises:
             RuntimeError: The pool lacks slots: the request was admitted with fewer than :attr:`QuantizedPrompt.slots`.

@@ -99,9 +99,7 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
 
 
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
-    """Create the codec whose streams restore ``reference``, a value of ``--kv-reference``.
-
-    ``bench`` names the class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
+    """Create the codec of a value of ``--kv-reference``, or of ``--kv-bench-codec`` if one is given.
 
     Raises:
         LinkError: The codec does not support such a pool.
@@ -130,10 +128,7 @@ def bench_codec(value: str) -> type[BenchCodec]:
 
 
 def compile_kernels(codec: PageCodec, writes: bool) -> None:
-    """Compile the codec's kernels by a run on slot 0, which belongs to no request.
-
-    Otherwise the first pages would wait seconds for each kernel. ``writes``: whether this server also writes pages.
-    """
+    """Compile the codec's kernels, also those that write pages if ``writes``, by a run on slot 0, which belongs to no request."""
     with codec.pool.use_stream():
         for tensor in codec.pool.tensors:
             # Codecs refuse values that are not finite.

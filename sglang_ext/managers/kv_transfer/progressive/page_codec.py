@@ -27,11 +27,9 @@ def page_tokens(bytes_per_token: int) -> int:
 
 @dataclass(frozen=True)
 class PlacedPage:
-    """A page of a prompt, and its slots in the pool.
+    """A page of a prompt from position ``start``, and its slots in the pool, int64 [tokens], on the pool's device.
 
-    Attributes:
-        start: Prompt position of its first token.
-        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks.
+    For a page that is written as quantized blocks, these are the slots of the blocks.
     """
 
     start: int
@@ -51,14 +49,8 @@ class EncodedPage(NamedTuple):
 class PageCodec(ABC):
     """Encodes pages of one pool to streams, and decodes them. It keeps no state of a page. Its methods may be called from several threads.
 
-    This base has the methods of a codec that writes a whole page into its anchor stream.
-
-    Attributes:
-        pool: The pool of this rank.
-        name, version, options: Compared by the two ends of a link (wire.py).
-        reference: What all streams of a page together restore.
-        page_size: Tokens of a page.
-        has_residual: Whether there is a second stream.
+    This base has the methods of a codec that writes a whole page into its anchor stream. The two ends of a link compare ``name``,
+    ``version``, ``options`` and ``reference`` (wire.py:LinkSettings). A page has ``page_size`` tokens.
     """
 
     pool: PoolBuffers
@@ -192,13 +184,8 @@ def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
 def page_hashes(tokens: Sequence[int], ends: Sequence[int], start: int = 0, page_size: int = UNIT) -> list[bytes]:
     """Return a hash for each page: SHA-256 of the previous hash and the page's tokens, as 32-bit integers.
 
-    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``).
-
-    Args:
-        tokens: Token ids below 2^32.
-        ends: End of each page, ascending. The first page begins at ``start``.
-        start: Number of first tokens that are on no page. They are hashed in pages of ``page_size`` tokens.
-        page_size: Used before ``start`` only.
+    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``). Pages end at ``ends``, ascending. The first
+    begins at ``start``; tokens before it are hashed in pages of ``page_size`` tokens.
     """
     row, earlier = np.asarray(tokens, "<u4"), page_ends(page_size, start)
     before, hashes, begin = b"", [], 0

@@ -28,9 +28,6 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     Success is reported once all KV has arrived. For a request with early decoding it is reported once the anchor has arrived. The rest is
     then written to the request's slots while it decodes, and the receiver is handed over to ``ArrivingFullKV``.
-
-    Attributes:
-        prefill_again: For early decoding: lets the prefill server compute the request again, after its slots were freed.
     """
 
     kv_mgr: ProgressiveManager
@@ -68,10 +65,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         return self._writer.failure
 
     def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """Set the request's token ids, whose hashes identify its pages. Called before ``send_metadata``.
-
-        ``refused`` says why the request has ended already; None if it has not.
-        """
+        """Set the request's token ids, whose hashes identify its pages, and why it has ended already. Called before ``send_metadata``."""
         self._prompt, self._refused = tokens, refused
 
     def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
@@ -85,8 +79,8 @@ class ProgressiveReceiver(CommonKVReceiver):
     def enable_early_decoding(self, begin: "Callable[[ProgressiveReceiver], None]", prefill_again: "Callable[[Req], None]") -> None:
         """Let the request decode on the anchor of its KV. Called before ``send_metadata``.
 
-        ``begin`` is called with this receiver when the request starts to decode. It uses ``complete``, ``failure``, ``cancel`` and
-        ``prefill_again`` from then on.
+        ``begin`` is called with this receiver when the request starts to decode. ``prefill_again`` lets the prefill server compute the
+        request again, after its slots were freed.
         """
         self._start_early, self.prefill_again = begin, prefill_again
 
@@ -124,13 +118,10 @@ class ProgressiveReceiver(CommonKVReceiver):
         state_indices: list | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Register the room, then send its metadata to the prefill side. The request has slots.
+        """Register the room, then send its metadata to the prefill side.
 
-        Args:
-            kv_indices: SGLang's pages for the tokens to transfer, int [pages].
-            aux_index: Row for the auxiliary record.
-            state_indices: None; models with such state are refused.
-            decode_prefix_len: Prompt tokens whose KV is already on this side.
+        The request has SGLang's pages ``kv_indices``, int [pages], for its tokens after ``decode_prefix_len``, whose KV is on this side, and
+        row ``aux_index`` for its auxiliary record.
         """
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")

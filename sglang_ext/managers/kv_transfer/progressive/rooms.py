@@ -26,8 +26,8 @@ _MOST_HEADER = 64
 QueryReader = Callable[[int], bytes]
 
 
-class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Shape of queries [layers, tokens, heads, dim]; ``end``: the position after the newest token."""
+class _QueryHeader(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Describes queries [layers, tokens, heads, dim]; ``end``: the position after the newest token."""
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
     heads: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -38,12 +38,7 @@ class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """Converts queries of one rank's requests to bytes and back.
-
-    Attributes:
-        windows: Stores the queries.
-        shape: Layers, heads and channels of the rank's queries.
-    """
+    """Converts queries of one rank's requests, which ``windows`` stores, to bytes and back. ``shape``: layers, heads and channels."""
 
     windows: QueryWindows
     shape: tuple[int, int, int]
@@ -70,7 +65,7 @@ class PromptQueries:
         positions = positions.tolist()
         if positions != list(range(end - len(positions), end)):
             return b""
-        header = msgspec.msgpack.encode(_Shape(*self.shape, self._dtype_name, end))
+        header = msgspec.msgpack.encode(_QueryHeader(*self.shape, self._dtype_name, end))
         header = (bytes([len(header)]) + header).ljust(_MOST_HEADER, b"\0")
         return header + queries.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
@@ -83,10 +78,10 @@ class PromptQueries:
         queries = torch.frombuffer(bytearray(data[_MOST_HEADER:]), dtype=self.dtype).view(layers, -1, heads, dim)
         self.windows.insert(row, shape.end, queries)
 
-    def parse(self, data: bytes) -> _Shape:
+    def parse(self, data: bytes) -> _QueryHeader:
         """Decode the header of queries. Raise ``LinkError`` if they are of another model or dtype."""
         try:
-            shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_Shape)
+            shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_QueryHeader)
         except msgspec.MsgspecError as error:
             raise LinkError(f"the prompt's queries are not of this version: {error}; install the same version on both sides") from error
         theirs, ours = (shape.layers, shape.heads, shape.dim, shape.dtype), (*self.shape, self._dtype_name)
@@ -110,7 +105,7 @@ def _room_shape(codec: PageCodec, pages: int) -> RoomShape:
     return RoomShape(pages, (codec.pool.layer_range,), codec.has_residual and pages > 0)
 
 
-class RoomEncoderListener(Protocol):
+class RoomListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
 
     def succeed(self) -> None:
@@ -120,7 +115,7 @@ class RoomEncoderListener(Protocol):
         """The rest of the KV will not arrive. At the prefill side this may follow ``succeed``."""
 
 
-class RoomWriterListener(RoomEncoderListener, Protocol):
+class RoomWriterListener(RoomListener, Protocol):
     """Callbacks for the progress of a room at the decode side."""
 
     def anchor_arrived(self) -> None:
@@ -130,18 +125,11 @@ class RoomWriterListener(RoomEncoderListener, Protocol):
 class RoomEncoder:
     """Encodes pages and offers their streams to a link. One thread starts pages, another waits for them; any thread may cancel.
 
-    Args:
-        number: Number of the room on its link.
-        starts: Prompt position at which each page begins.
-        hashes: Hash of each page (page_codec.py).
-
-    Attributes:
-        shape: The parts of the room.
-        is_closed: Whether the room sends nothing more.
+    ``starts`` has the prompt position at which each page begins, ``hashes`` the hash of each page (page_codec.py).
     """
 
     def __init__(
-        self, number: int, codec: PageCodec, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
+        self, number: int, codec: PageCodec, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomListener
     ) -> None:
         self.number, self._codec, self._starts, self._hashes, self._listener = number, codec, starts, hashes, listener
         self.shape = _room_shape(codec, len(hashes))
@@ -156,11 +144,9 @@ class RoomEncoder:
         return self._codec.most_bytes(stream) if self.shape.parts(stream) else 0
 
     def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "PageEncoding":
-        """Start to encode the next page.
+        """Start to encode the next page: int64 [tokens] slots, or the bytes of a page that is encoded already and has no residual.
 
-        Args:
-            slots: int64 [tokens], slots in the pool; or the bytes of a page that is encoded already and has no residual.
-            residual: Whether to encode the residual too. If False, ``start_residual`` must follow, and the KV must be kept until then.
+        Without ``residual``, :meth:`start_residual` must follow, and the KV must be kept until then.
         """
         page, self._num_started = self._num_started, self._num_started + 1
         if isinstance(slots, memoryview):
@@ -228,18 +214,14 @@ class RoomEncoder:
 
 @dataclass(frozen=True)
 class PageEncoding:
-    """Streams of a page that are being encoded, or a room's auxiliary record.
-
-    Attributes:
-        sizes: The streams, and the maximum bytes of each.
-        encoded: Waits for the streams and returns them.
-        slots: Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
-    """
+    """Streams of a page that are being encoded, with the maximum bytes of each, or a room's auxiliary record."""
 
     room: RoomEncoder
     page: int
     sizes: dict[Stream, int]
+    # Waits for the streams and returns them.
     encoded: Callable[[], EncodedPage]
+    # Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
     slots: torch.Tensor | None = None
     is_deferred: bool = False
     record: bytes | None = None
@@ -249,16 +231,13 @@ class RoomWriter:
     """Writes the parts of a room into the slots of a request.
 
     Args:
-        codec: Codec of the pool that is written to.
         aux: Auxiliary records; the room's record is written to row ``aux_index``.
         pages: Pages of the request, from the first page that is transferred.
         hashes: Hash of each page (page_codec.py).
         expected_queries: Converts the queries after the auxiliary record; None if no queries are expected.
 
     Attributes:
-        queries: Bytes after the auxiliary record.
-        anchor_ready, complete: Whether all anchors and the auxiliary record are written, and whether all parts are.
-        failure: Why the rest will not arrive; None while it may.
+        anchor_ready: Whether all anchors and the auxiliary record are written.
         size, anchor_size: Received bytes of KV, and of its anchors.
     """
 

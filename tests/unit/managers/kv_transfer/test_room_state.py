@@ -21,7 +21,7 @@ def room(of=None, sink=None, **others):
 
 
 def sender():
-    return SenderConnection(b"address", b"link", 0, 0.0)
+    return SenderConnection(b"address", b"link", 0)
 
 
 def write(state, stream, page=0, payload=b"bytes"):

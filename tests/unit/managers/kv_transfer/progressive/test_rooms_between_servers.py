@@ -16,8 +16,8 @@ from sglang_ext.managers.kv_transfer import transfer_metrics
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
-from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, RawCodec
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, Stream
@@ -79,10 +79,15 @@ def test_kv_and_the_record_arrive_whatever_the_chunks(servers, reference, tokens
     assert not both.decode.links.rooms and not both.prefill.request_status and not both.decode.request_status
 
 
-def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatch):
+def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers):
     both, freed = servers("exact"), threading.Event()
-    write = both.decode.codec.write_residual
-    monkeypatch.setattr(type(both.decode.codec), "write_residual", lambda codec, *residual: freed.wait(20) and write(*residual))
+
+    class Waiting(LynxCodec):
+        def write_residual(self, *residual):
+            assert freed.wait(20)
+            super().write_residual(*residual)
+
+    both.decode.codec = Waiting(both.decode.pool, "exact", UNIT)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: settled(sender))
     assert sender.poll() == KVPoll.Success and receiver.poll() == KVPoll.WaitingForInput
@@ -95,9 +100,8 @@ def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatc
     assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), kept)
 
 
-def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, monkeypatch):
-    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1, 1 << 30))
-    both = servers("exact", gbps=0.01)
+def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers):
+    both = servers("exact", gbps=0.01, most_before_residuals=1)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: receiver.anchor_ready)
     assert sender.poll() == KVPoll.WaitingForInput and not receiver.complete
@@ -106,9 +110,8 @@ def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, mo
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
 
 
-def test_pages_without_residual_have_none_to_wait_with(servers, monkeypatch):
-    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1 << 15, 1 << 30))
-    both = servers("raw", gbps=0.01)
+def test_pages_without_residual_have_none_to_wait_with(servers):
+    both = servers("raw", gbps=0.01, most_before_residuals=1 << 15)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: settled(sender) and settled(receiver))
     assert receiver.poll() == KVPoll.Success
@@ -225,11 +228,12 @@ def test_nothing_is_written_once_an_aborted_receiver_is_cleared(servers):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_are_others(servers, monkeypatch, whole):
+def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_are_others(servers, whole):
     both, waits = servers("exact", gbps=None if whole else 0.02), []
     sender, receiver, _, _ = transfer(both, 7, list(range(640)))
     until(lambda: receiver.complete if whole else receiver.anchor_ready)
-    monkeypatch.setattr(PoolBuffers, "synchronize_links", lambda self: waits.append((self, len(both.decode.links.rooms))))
+    both.decode.pool.watch(lambda kind: waits.append((kind, len(both.decode.links.rooms))))
+    both.prefill.pool.watch(lambda kind: kind == "links" and waits.append(kind))
     if whole:
         until(lambda: settled(receiver))
         receiver.clear()
@@ -238,7 +242,7 @@ def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_ar
         with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
             receiver.failure_exception()
     # After the room ended, or what waits in the sink would follow.
-    assert waits == [(both.decode.pool, 0)] * (not whole)
+    assert waits == [("links", 0)] * (not whole)
 
 
 def test_a_sender_that_was_aborted_before_it_met_its_decode_side_refuses_it(servers):
@@ -363,16 +367,15 @@ def test_who_waits_too_long_fails_and_says_for_what(servers):
             end.failure_exception()
 
 
-def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers, monkeypatch):
+def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers):
+    class Breaking(RawCodec):
+        def start(self, page, **streams):
+            if len(page.slots) == 5:
+                raise RuntimeError("no memory")
+            return super().start(page, **streams)
+
     both = servers("raw")
-    start = both.prefill.codec.start
-
-    def broken(page, **streams):
-        if len(page.slots) == 5:
-            raise RuntimeError("no memory")
-        return start(page, **streams)
-
-    monkeypatch.setattr(type(both.prefill.codec), "start", lambda codec, page, **streams: broken(page, **streams))
+    both.prefill.codec = Breaking(both.prefill.pool, UNIT)
     failing = transfer(both, 7, list(range(69)))[:2]
     other = transfer(both, 8, list(range(80)))[:2]
     until(lambda: all(settled(end) for end in (*failing, *other)))
