@@ -241,10 +241,9 @@ class SenderConnection:
 
     Attributes:
         link: Id of the link, which stays the same when the sender reconnects.
-        allowance: Bytes that the sender may still send.
+        allowance, ungranted: Bytes that the sender may still send, and bytes taken and not granted again.
         allocate: Allocates this many bytes, for a part in several frames.
         reader: Thread that updates checksums, in order; None to use the caller's thread.
-        ungranted: Bytes taken and not granted again.
         waiting: Bytes of complete parts that are not written.
         acked: Written parts whose acknowledgement is not sent.
     """
@@ -299,10 +298,8 @@ class SenderConnection:
         self._partial.pop(stream, None)
 
     def grant(self, window: int) -> wire.Received | None:
-        """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.
-
-        While more than half a window waits to be written, nothing is granted. The caller asks again after each written part.
-        """
+        """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send."""
+        # While more than half a window waits to be written, nothing is granted. The caller asks again after each written part.
         granted, acked = 0 if 2 * self.waiting > window else self.ungranted, tuple(self.acked[:MAX_ACKS])
         self.allowance += granted
         self.ungranted -= granted

@@ -103,10 +103,9 @@ class Link:
         return self._receiver.connected
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """Open a room whose parts will be offered. An early call lets the receiver answer early which parts it has.
+        """Open a room whose parts will be offered. Raise ``LinkError`` if the room is open, or the link is closed or was refused.
 
-        Raises:
-            LinkError: The room is open, or the link is closed or was refused.
+        An early call lets the receiver answer early which parts it has.
         """
         with self._lock:
             if self.refusal or self._closing:

@@ -39,13 +39,12 @@ class LinkServer:
     """Rooms of any number of senders that this process receives. All methods may be called from any thread.
 
     Args:
-        endpoint: Endpoint to listen on (endpoints.py); port 0 takes a free port.
         settings: Settings of this end, which the senders' must equal.
         keys: Key pair of both ends; None for no encryption, on this machine only.
         take: Allocates this many bytes, in which parts are assembled and which sinks may keep. Called by the server's thread.
 
     Raises:
-        LinkError: The endpoint is refused or in use.
+        LinkError: The endpoint is refused or in use (endpoints.py).
     """
 
     def __init__(

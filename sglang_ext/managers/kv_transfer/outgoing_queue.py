@@ -11,7 +11,6 @@ A part of a higher stream interrupts a lower one, which continues afterwards. At
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -141,11 +140,7 @@ class OutgoingQueue:
     def confirm(self, have: Have) -> None:
         """Record which parts of a room the receiver has; the room may then be sent."""
         room = self.rooms[have.room]
-        found = {
-            Stream.ANCHOR: set(_bits(have.anchors)),
-            Stream.RESIDUAL: set(_bits(have.residuals)),
-            Stream.AUX: {0} if have.aux else set(),
-        }
+        found = {Stream.ANCHOR: _bits(have.anchors), Stream.RESIDUAL: _bits(have.residuals), Stream.AUX: {0} if have.aux else set()}
         for stream, numbers in found.items():
             if any(number >= room.shape.parts(stream) for number in numbers):
                 raise LinkError(
@@ -248,8 +243,5 @@ class OutgoingQueue:
                 waiting.clear()
 
 
-def _bits(bitmap: bytes) -> Iterator[int]:
-    for place, byte in enumerate(bitmap):
-        for bit in range(8):
-            if byte >> bit & 1:
-                yield 8 * place + bit
+def _bits(bitmap: bytes) -> set[int]:
+    return {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}

@@ -112,11 +112,7 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
 
 
 def bench_codec(value: str) -> type[BenchCodec]:
-    """Load the codec that a value of ``--kv-bench-codec`` names.
-
-    Raises:
-        OptionError: The value names no class, or a class that is not a codec. The message has the remedy.
-    """
+    """Load the codec that a value of ``--kv-bench-codec`` names. Raise ``OptionError`` if it names no codec's class."""
     setting = f"--kv-bench-codec is {value!r}"
     if NAMED.fullmatch(value) is None:
         raise OptionError(

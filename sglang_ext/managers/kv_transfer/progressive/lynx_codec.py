@@ -51,11 +51,7 @@ def packed_size(sizes: Sequence[int]) -> int:
 
 
 def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
-    """Unpack ``count`` streams, uint8 [bytes] each, on the device of ``blocks``.
-
-    Raises:
-        LinkError: The data is not such a stream.
-    """
+    """Unpack ``count`` streams, uint8 [bytes] each, on the device of ``blocks``. Raise ``LinkError`` if the data is not such a stream."""
     if len(content) < 4 * count:
         raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; their sizes alone take 4 bytes each")
     sizes = np.frombuffer(content, "<u4", count)
@@ -73,10 +69,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 
 
 class _PackedLayout:
-    """Layout of a packed stream whose sizes are known in advance, as :func:`pack_streams` writes it.
-
-    ``groups`` has the number and the size of streams, for each group of consecutive streams of equal size.
-    """
+    """Layout of a packed stream of known ``groups`` of equal streams, numbers and sizes, as :func:`pack_streams` writes it."""
 
     def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
         sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
@@ -119,44 +112,26 @@ class _PackedLayout:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Data that all pages with equal numbers of tokens and sinks share.
+    """Data that all pages with equal numbers of tokens and sinks share."""
 
-    Attributes:
-        alike: Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
-        anchors, residuals: Layouts of the streams of a page without raw tensors; None if every page has raw tensors. Residuals of 8 bits
-            only.
-    """
-
+    # Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
     alike: tuple[tuple[slice, PageLayout], ...]
-    anchors: _PackedLayout | None
-    residuals: _PackedLayout | None
-
-    @classmethod
-    def build(cls, keys: PageLayout, values: PageLayout, layers: int, device: torch.device) -> "_Plan":
-        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
-        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
-        if keys.always_raw or values.always_raw:
-            return cls(alike, None, None)
-        counted = [(those.stop - those.start, layout) for those, layout in alike]
-        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], device)
-        if keys.reference != "int8":
-            return cls(alike, anchors, None)
-        return cls(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], device))
+    # Layouts of the streams of a page without raw tensors; None if every page has raw tensors. Residuals of 8 bits only.
+    anchors: _PackedLayout | None = None
+    residuals: _PackedLayout | None = None
 
 
 @dataclass(frozen=True)
 class LynxCodec(PageCodec):
-    """Encodes pages as anchors of 4 bits, and residuals (Lynx).
+    """Encodes pages as anchors of 4 bits, and residuals (Lynx), which restore the ``reference`` ``int8`` or ``exact``.
 
     Attributes:
-        pool: The pool of this rank: bfloat16, float16 or float32.
-        reference: ``int8`` or ``exact``.
         page_size: Tokens of a page, a multiple of 32.
         bits: Bits of an anchor's codes.
         sinks: Number of the prompt's first tokens that an anchor holds exactly.
 
     Raises:
-        LinkError: The pool has another dtype.
+        LinkError: The pool is not bfloat16, float16 or float32.
     """
 
     pool: PoolBuffers
@@ -171,7 +146,7 @@ class LynxCodec(PageCodec):
 
     def __post_init__(self) -> None:
         try:
-            self._layouts(self.page_size, 0)
+            self._layouts(self.page_size, self.sinks)
         except ValueError as error:
             raise LinkError(f"codec lynx does not support this pool: {error}; or pass --kv-reference raw") from error
 
@@ -186,7 +161,7 @@ class LynxCodec(PageCodec):
 
     @cached_property
     def _most(self) -> dict[Stream, int]:
-        layouts = [layout for layout in self._layouts(self.page_size, 0) for _ in range(self.pool.layers)]
+        layouts = [layout for layout in self._layouts(self.page_size, self.sinks) for _ in range(self.pool.layers)]
         return {stream: packed_size([_most_bytes(stream, layout) for layout in layouts]) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
 
     def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
@@ -230,9 +205,8 @@ class LynxCodec(PageCodec):
         """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool."""
         self._decode(page, anchor, residual)
 
-    def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
+    def _layouts(self, tokens: int, sinks: int) -> tuple[PageLayout, PageLayout]:
         """Return the layouts of keys and of values."""
-        sinks = min(tokens, max(0, self.sinks - start))
         return tuple(
             PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
             for dim in (self.pool.key_dim, self.pool.value_dim)
@@ -242,8 +216,20 @@ class LynxCodec(PageCodec):
         tokens = len(page.slots)
         key = tokens, min(tokens, max(0, self.sinks - page.start))
         if key not in self._plans:
-            self._plans[key] = _Plan.build(*self._layouts(tokens, page.start), self.pool.layers, self.pool.device)
+            self._plans[key] = self._make_plan(*key)
         return self._plans[key]
+
+    def _make_plan(self, tokens: int, sinks: int) -> _Plan:
+        (keys, values), layers = self._layouts(tokens, sinks), self.pool.layers
+        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
+        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
+        if keys.always_raw or values.always_raw:
+            return _Plan(alike)
+        counted = [(those.stop - those.start, layout) for those, layout in alike]
+        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], self.pool.device)
+        if self.reference != "int8":
+            return _Plan(alike, anchors)
+        return _Plan(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], self.pool.device))
 
     def _encode_separately(self, page: PlacedPage, anchor: bool, residual: bool) -> EncodedPage:
         """Encode streams of any size, tensor by tensor, and wait for them."""

@@ -37,10 +37,7 @@ class PlacedPage:
 
 
 class EncodedPage(NamedTuple):
-    """Streams of one page, in host memory that is not written to any more.
-
-    A stream is None if it was not requested; ``residual`` is also None if the codec has none.
-    """
+    """Streams of one page, in host memory that is not written to any more. None: not requested, or not a stream of the codec."""
 
     anchor: memoryview | None
     residual: memoryview | None
@@ -83,18 +80,10 @@ class PageCodec(ABC):
 
     @abstractmethod
     def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
-        """Fill the page's slots with the values that the anchor alone restores.
-
-        Raises:
-            LinkError: The data is not an anchor of such a page.
-        """
+        """Fill the page's slots with the values that the anchor alone restores. Raise ``LinkError`` if it is no anchor of such a page."""
 
     def write_residual(self, page: PlacedPage, anchor: memoryview, residual: memoryview) -> None:
-        """Fill the page's slots with the reference.
-
-        Raises:
-            LinkError: The data are not streams of such a page, or the codec has no residuals.
-        """
+        """Fill the page's slots with the reference. Raise ``LinkError`` if these are no streams of such a page."""
         raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
 
 
@@ -104,11 +93,7 @@ class BenchCodec(PageCodec):
     @classmethod
     @abstractmethod
     def for_pool(cls, pool: PoolBuffers) -> Self:
-        """Create the codec of a pool.
-
-        Raises:
-            LinkError: The codec does not support such a pool.
-        """
+        """Create the codec of a pool. Raise ``LinkError`` if it does not support the pool."""
 
     @abstractmethod
     def encode_anchor(self, page: PlacedPage) -> memoryview:

@@ -35,9 +35,9 @@ AHEAD = 4
 class HostBlocks:
     """Cuts blocks of host memory into pieces. Any thread may call it. A block is reused or freed once none of its pieces is used.
 
-    For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins more blocks before they
-    are needed, up to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that
-    long-lived pieces do not hold blocks of short-lived ones.
+    For a GPU, blocks are pinned, so that its copy engines can access them. A thread pins more before they are needed, up to ``KEPT_PINNED``.
+    Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that long-lived pieces do not hold blocks of
+    short-lived ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,10 +107,7 @@ class HostBlocks:
                 self._pinning = self._lacks_pinned()
 
     def to_device(self, content: memoryview) -> torch.Tensor:
-        """Return the bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, if it is writable.
-
-        The GPU copies memory of :meth:`take` asynchronously. The memory is kept until the copy is complete.
-        """
+        """Return the bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, if it is writable. Does not wait for a GPU."""
         found = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
         if self._device.type != "cuda":
             return found
@@ -149,13 +146,7 @@ def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PoolBuffers:
-    """The KV pool of one rank.
-
-    Attributes:
-        args: SGLang's arguments. Keys of all layers come before values of all layers.
-        heads: KV heads on this rank.
-        key_dim, value_dim: Elements of a head.
-    """
+    """The KV pool of one rank: ``heads`` KV heads of ``key_dim`` and ``value_dim`` elements. In SGLang's ``args`` keys come before values."""
 
     args: KVArgs
     dtype: torch.dtype

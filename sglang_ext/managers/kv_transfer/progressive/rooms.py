@@ -154,16 +154,17 @@ class RoomEncoder:
         if not residual:
             with self._lock:
                 self._num_deferred += 1
-        with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), residual=residual)
-        streams = (Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)
-        return PageEncoding(self, page, {stream: self.most_bytes(stream) for stream in streams}, encoded, slots)
+        return self._start(page, slots, residual=residual)
 
     def start_residual(self, page: int, slots: torch.Tensor) -> "PageEncoding":
         """Start to encode the residual of a page that was started without it."""
+        return self._start(page, slots, anchor=False)
+
+    def _start(self, page: int, slots: torch.Tensor, anchor: bool = True, residual: bool = True) -> "PageEncoding":
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), anchor=False)
-        return PageEncoding(self, page, {Stream.RESIDUAL: self.most_bytes(Stream.RESIDUAL)}, encoded, slots, is_deferred=True)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), anchor=anchor, residual=residual)
+        sizes = {stream: self.most_bytes(stream) for stream, wanted in ((Stream.ANCHOR, anchor), (Stream.RESIDUAL, residual)) if wanted}
+        return PageEncoding(self, page, sizes, encoded, slots, is_deferred=not anchor)
 
     def start_record(self, record: bytes) -> "PageEncoding":
         """Return the auxiliary record, to be offered after the last page."""

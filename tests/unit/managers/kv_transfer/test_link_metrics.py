@@ -1,15 +1,15 @@
 """What links tell on ``/metrics``: bytes by stream, rooms, links, what was refused and what was waited for."""
 
+import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from link_helpers import LAYERS, Listener, Proxy, Sink, expected, header, part, shape
+from link_helpers import LAYERS, QUICK, Listener, Proxy, Sink, expected, header, part, shape
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from sglang_ext.managers.kv_transfer import link as sender_end
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.transfer_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
@@ -109,12 +109,11 @@ def test_rooms_that_are_aborted_cancelled_or_closed_are_not_open(ends, sending, 
     until(lambda: sending.of("kv_link_rooms") == receiving.of("kv_link_rooms") == 0)
 
 
-def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, receiving, monkeypatch):
-    monkeypatch.setattr(sender_end, "RECONNECT_SECONDS", 1.0)
+def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, receiving):
     server = ends.server(metrics=receiving.metrics)
-    proxy = Proxy(server.endpoint)
+    proxy, limits = Proxy(server.endpoint), dataclasses.replace(QUICK, silence_seconds=0.4)
     try:
-        link, listener, of = ends.link(proxy.endpoint, metrics=sending.metrics), Listener(), shape(1, **ANCHORS)
+        link, listener, of = ends.link(proxy.endpoint, limits, metrics=sending.metrics), Listener(), shape(1, **ANCHORS)
         for times in range(3):
             until(lambda: link.connected)
             assert [told.of("kv_link_reconnects_total") for told in (sending, receiving)] == [times, times]
@@ -123,8 +122,11 @@ def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, rece
             link.open(times, of, listener)
             link.offer(times, part(Stream.ANCHOR, b"whole"))
             until(lambda: times in listener.reasons)
+            # It is not there again before this test has seen that it is gone.
+            proxy.mute = True
             proxy.cut()
             until(lambda: sending.of("kv_links") == 0)
+            proxy.mute = False
     finally:
         proxy.close()
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transfer_helpers import make_pool
+from transfer_helpers import WatchedPool, make_pool
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LinkError
@@ -18,9 +18,9 @@ def test_tensors_are_the_pools_own_memory():
 
 
 def test_addresses_of_tensors_are_there_before_another_stream_may_read_them(monkeypatch):
-    pool, seen = make_pool(torch.bfloat16), []
+    pool, seen = make_pool(torch.bfloat16, kind=WatchedPool), []
     monkeypatch.setattr(PoolBuffers, "_by_kernel", lambda self, like: True)
-    monkeypatch.setattr(PoolBuffers, "synchronize", lambda self: seen.append(dict(self._parts)))
+    pool.watch(lambda kind: seen.append(dict(pool._parts)))
     parts = pool.parts(slice(0, 2))
     assert seen == [{}] and "table" in vars(parts)
     assert pool.parts(slice(0, 2)) is parts and len(seen) == 1
