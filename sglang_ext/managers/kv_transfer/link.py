@@ -21,9 +21,9 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingQueue, OutgoingRoom, SendListener
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, LinkSettings, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LayerRange, LinkError, LinkSettings, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -115,21 +115,32 @@ class Link:
             self._metrics.add("kv_link_rooms", 1)
             self._notify()
 
-    def offer(self, room: int, part: OutgoingPart) -> bool:
-        """Queue a part. Its bytes must not change until it is acknowledged or the room has ended. Return False if the room has ended.
+    def offer(
+        self,
+        room: int,
+        stream: Stream,
+        payload: memoryview | bytes,
+        page: int = 0,
+        layers: LayerRange = LayerRange(0, 1),
+        prefix_hash: bytes = b"",
+    ) -> bool:
+        """Queue a part, described as in its :class:`PageHeader`. Return False if the room has ended.
+
+        ``payload`` is not copied. It is contiguous, and must not change until the part is acknowledged or the room has ended.
 
         Raises:
             LinkError: The room has no such part, the part was offered before, or too many bytes are queued.
         """
+        payload = memoryview(payload).cast("B")
         # The checksum is computed here, because the link's own thread is busy.
-        header = self._queue.header(room, part)
+        header = self._queue.header(room, stream, payload, page, layers, prefix_hash)
         with self._lock:
-            if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
+            if self._queue.queued + len(payload) > self._limits.queued_bytes and room in self._queue.rooms:
                 raise LinkError(
-                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more exceed queued_bytes, "
+                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(payload)} more exceed queued_bytes, "
                     f"{self._limits.queued_bytes}; wait until some are acknowledged, or raise it"
                 )
-            live = self._queue.offer(part, header)
+            live = self._queue.offer(header, payload)
             self._notify()
         return live
 
@@ -269,14 +280,14 @@ class Link:
         quiet = now >= self._quiet_from
         with self._lock:
             queued_part = self._queue.next() or (self._queue.next_early_residual() if quiet else None)
-            room = self._queue.rooms.get(queued_part.room) if queued_part is not None else None
+            room = self._queue.rooms.get(queued_part.header.room) if queued_part is not None else None
         if room is None:
             self._waits.set_wait_reason(None)
             self._interface.set_urgent(id(self), False)
             return CHECK_SECONDS if quiet else QUIET_SECONDS
-        begin = queued_part.offset
-        payload = queued_part.part.payload[begin : begin + self._frame_bytes]
-        is_residual = queued_part.part.stream is Stream.RESIDUAL
+        begin, stream = queued_part.offset, queued_part.header.stream
+        payload = queued_part.payload[begin : begin + self._frame_bytes]
+        is_residual = stream is Stream.RESIDUAL
         most_residual = max(self._limits.residual_bytes, connection.rate * self._limits.residual_seconds)
         exceeds_limit = is_residual and connection.outstanding >= most_residual
         takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not exceeds_limit
@@ -297,7 +308,7 @@ class Link:
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
-        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(queued_part.part.stream, room.shape))
+        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
         with self._lock:

@@ -221,7 +221,7 @@ class LinkServer:
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
         state = self.rooms.open(room, peer.link)
         if state is None and self.rooms.finished(room, peer.link) is not None:
-            self._send(peer.address, wire.Have.all_of(room, shape))
+            self._send(peer.address, wire.Have.of(room, shape, {stream: range(shape.parts(stream)) for stream in wire.Stream}))
         elif state is None:
             self._send(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:

@@ -79,8 +79,8 @@ class QuantizedPromptCodec(PageCodec):
         block = self.packing.block_tokens
         return max(block, self.tokens // block * block)
 
-    def ends(self, prompt: int) -> list[int]:
-        """Return the ends of a prompt's pages. Raise ``LinkError`` if it has fewer than ``end`` tokens."""
+    def ends(self, prompt: int, prefix: int = 0) -> list[int]:
+        """Return the ends of a prompt's pages; no prefix is left out. Raise ``LinkError`` if it has fewer than ``end`` tokens."""
         if prompt < self.end:
             raise LinkError(f"tokens up to {self.end} are to be quantized, of a prompt of {prompt}; start both servers alike")
         exact = page_ends(self.tokens, self.begin)

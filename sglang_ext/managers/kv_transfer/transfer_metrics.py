@@ -170,11 +170,6 @@ class TransferTimeline:
             torch.cuda.synchronize(device)
         self._began = time.monotonic()
 
-    @classmethod
-    def of(cls, file: str | None, device: torch.device = torch.device("cpu")) -> "TransferTimeline | None":
-        """Create the timeline of ``--kv-bench-timeline``; None without that flag."""
-        return None if file is None else cls(file, device)
-
     def at(self, mark: Mark) -> float:
         """Return the time in seconds of a mark that the device has reached."""
         return self._began + self._zero.until(mark)

@@ -6,7 +6,7 @@ A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part.
 is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/kv_transfer/golden pins them).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -232,11 +232,22 @@ class Have(Message, tag="have"):
     aux: bool
 
     @classmethod
-    def all_of(cls, room: int, shape: RoomShape) -> "Have":
-        """Return the message for a complete room."""
-        counts = shape.parts(Stream.ANCHOR), shape.parts(Stream.RESIDUAL)
-        anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in counts)
-        return cls(room, anchors, residuals, shape.aux)
+    def of(cls, room: int, shape: RoomShape, parts: Mapping[Stream, Collection[int]]) -> "Have":
+        """Return the message for a room of which the parts with these numbers are here."""
+        bitmaps = []
+        for stream in (Stream.ANCHOR, Stream.RESIDUAL):
+            bitmaps.append(bitmap := bytearray(-(-shape.parts(stream) // 8)))
+            for number in parts[stream]:
+                bitmap[number // 8] |= 1 << number % 8
+        return cls(room, *map(bytes, bitmaps), len(parts[Stream.AUX]) > 0)
+
+    def parts(self) -> dict[Stream, set[int]]:
+        """Return the numbers of the parts."""
+        anchors, residuals = (
+            {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}
+            for bitmap in (self.anchors, self.residuals)
+        )
+        return {Stream.ANCHOR: anchors, Stream.RESIDUAL: residuals, Stream.AUX: {0} if self.aux else set()}
 
 
 class Acked(Message, tag="acked"):

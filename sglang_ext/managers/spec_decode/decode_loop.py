@@ -222,7 +222,7 @@ def create_decode_loop(worker: "Worker", provider: FullKVProvider) -> DecodeLoop
     if args.kv_bench_timeline is not None and options.has_progressive_transfer(args) and worker.ranks.first:
         from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
-        timeline = TransferTimeline.of(args.kv_bench_timeline, device)
+        timeline = TransferTimeline(args.kv_bench_timeline, device)
     report = RoundReport(
         lengths,
         costs,

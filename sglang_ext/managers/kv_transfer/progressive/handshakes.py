@@ -124,12 +124,11 @@ class Handshakes:
         """Add a sender. Match it with an unmatched attempt at its room, if there is one."""
         with self._lock:
             attempts = [each for each in self._attempts if each.room == sender.room]
-            # Prefer an attempt that has not ended, then one with the same number of tokens.
-            attempts.sort(key=lambda each: (isinstance(each, Abort), isinstance(each, RoomMetadata) and each.tokens != sender.tokens))
             if not attempts:
                 self._senders.append(sender)
                 return
-            attempt = attempts[0]
+            # Prefer an attempt that has not ended, then one with the same number of tokens.
+            attempt = min(attempts, key=lambda each: (isinstance(each, Abort), getattr(each, "tokens", None) != sender.tokens))
             self._attempts.remove(attempt)
             if isinstance(attempt, RoomMetadata):
                 self._matched[attempt.link_room] = sender

@@ -137,7 +137,8 @@ class ProgressiveManager(CommonKVManager):
             self.settings = compatibility.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self.has_keys = keys is not None
-            self.timeline = TransferTimeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
+            recorded = server_args.kv_bench_timeline is not None and self.attn_tp_rank == 0
+            self.timeline = TransferTimeline(server_args.kv_bench_timeline) if recorded else None
             self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error

@@ -62,6 +62,10 @@ class PageCodec(ABC):
         """The options that change the bytes, by name."""
         return {}
 
+    def ends(self, prompt: int, prefix: int = 0) -> list[int]:
+        """Return the ends of the pages of a prompt of ``prompt`` tokens, after its first ``prefix`` tokens."""
+        return page_ends(self.page_size, prompt, prefix)
+
     @abstractmethod
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 for a stream that the codec does not have."""

@@ -136,14 +136,6 @@ def _pinned(device: torch.device) -> np.ndarray:
 FIRST = -1
 
 
-def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Wrap memory that SGLang owns as uint8 [size]. The memory must outlive the tensor."""
-    if device.type == "cuda":
-        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
-        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class PoolBuffers:
     """The KV pool of one rank: ``heads`` KV heads of ``key_dim`` and ``value_dim`` elements. In SGLang's ``args`` keys come before values."""
@@ -291,7 +283,13 @@ class PoolBuffers:
             self._stream.synchronize()
 
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
-        found = wrap_memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)
+        """Wrap memory that SGLang owns, which must outlive the tensor: [slots, heads * dim]."""
+        address, size = self.args.kv_data_ptrs[index], self.args.kv_data_lens[index]
+        if self.device.type == "cuda":
+            interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+            found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=self.device)
+        else:
+            found = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
         return found.view(self.dtype).view(-1, self.heads * dim)
 
 

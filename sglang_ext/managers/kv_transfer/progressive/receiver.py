@@ -14,7 +14,7 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries, RoomWriter
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError
@@ -202,13 +202,13 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Build the writer of the prompt after ``prefix``. A quantized prompt is written to ``coded`` instead of SGLang's pages."""
         pool, codec, prompt = self.kv_mgr.pool, self.kv_mgr.codec, self._prompt
         if coded is None:
-            ends, page = page_ends(codec.page_size, len(prompt), prefix), self.kv_mgr.kv_args.page_size
+            page = self.kv_mgr.kv_args.page_size
             own = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(prompt) - prefix]
             if len(own) != len(prompt) - prefix:
                 raise LinkError(f"{len(own)} slots for {len(prompt) - prefix} tokens of room {self.room}")
         else:
-            codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, codec.page_size)
-            ends, prefix = codec.ends(len(prompt)), 0
+            codec, prefix = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, codec.page_size), 0
+        ends = codec.ends(len(prompt), prefix)
         spans = list(zip([prefix, *ends], ends))
         slots = (torch.from_numpy(own[start - prefix : end - prefix]) if coded is None else coded.slots(start, end) for start, end in spans)
         pages = [PlacedPage(start, each.to(pool.device)) for (start, _), each in zip(spans, slots)]

@@ -14,7 +14,6 @@ from msgspec import Meta, Struct
 
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.wire import LinkError, PageHeader, RoomShape, Stream
@@ -176,13 +175,12 @@ class RoomEncoder:
             encoded = started.encoded()
         for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
             if payload is not None:
-                layers, prefix_hash = self._codec.pool.layer_range, self._hashes[started.page]
-                link.offer(self.number, OutgoingPart(stream, payload, started.page, layers, prefix_hash))
+                link.offer(self.number, stream, payload, started.page, self._codec.pool.layer_range, self._hashes[started.page])
         if started.is_deferred:
             with self._lock:
                 self._num_deferred -= 1
         if started.record is not None and not self.is_closed:
-            link.offer(self.number, OutgoingPart(Stream.AUX, started.record))
+            link.offer(self.number, Stream.AUX, started.record)
             self._recorded = True
         with self._lock:
             if self._recorded and not self._num_deferred and not self.is_closed:

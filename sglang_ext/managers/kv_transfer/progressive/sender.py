@@ -14,7 +14,7 @@ from sglang_ext.managers.kv_transfer.progressive import compatibility
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import QueryReader, RoomEncoder
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LinkError
@@ -175,16 +175,12 @@ class ProgressiveSender(CommonKVSender):
                 f"tokens {packed[0]} to {packed[1]} of the prompt are packed, and the decode server asks for {begin} to {end}: give "
                 "both servers the same --page-size and --kv-sparse-from"
             )
-        if begin == end:
-            codec = self.kv_mgr.codec
-            ends = page_ends(codec.page_size, len(self._prompt), prefix)
-        elif self._packing is None or prefix:
+        if begin != end and (self._packing is None or prefix):
             raise LinkError(
                 f"the decode server asks for tokens {begin} to {end} as quantized KV, which this server cannot send: start both alike"
             )
-        else:
-            codec = self._codec(begin, end)
-            ends = codec.ends(len(self._prompt))
+        codec = self.kv_mgr.codec if begin == end else self._codec(begin, end)
+        ends = codec.ends(len(self._prompt), prefix)
         hashes = page_hashes(self._prompt, ends, prefix, codec.page_size)
         starts = [prefix, *ends][: len(ends)]
         self._lengths.extend(stop - start for start, stop in zip(starts, ends))

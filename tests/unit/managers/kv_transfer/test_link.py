@@ -25,7 +25,7 @@ def fill(link, room, pages, size, streams=tuple(Stream), seed=0):
         for page in range(1 if stream is Stream.AUX else pages):
             payload = bytes([(seed + page) % 251]) + os.urandom(size if stream is not Stream.AUX else 100)
             content[stream, page] = payload
-            assert link.offer(room, part(stream, payload, page))
+            assert link.offer(room, *part(stream, payload, page))
     return content
 
 
@@ -142,10 +142,10 @@ def test_residuals_go_while_other_anchors_of_their_room_are_computed(ends):
     server.rooms.register(1, expected(shape(2)), sink)
     link.open(1, shape(2), listener)
     for stream in (Stream.RESIDUAL, Stream.ANCHOR):
-        link.offer(1, part(stream, b"12345"))
+        link.offer(1, *part(stream, b"12345"))
     until(lambda: (Stream.RESIDUAL, 0) in sink.content())
     for stream, page in ((Stream.RESIDUAL, 1), (Stream.AUX, 0), (Stream.ANCHOR, 1)):
-        link.offer(1, part(stream, b"12345", page))
+        link.offer(1, *part(stream, b"12345", page))
     until(lambda: listener.reasons == {1: None})
 
 
@@ -174,7 +174,7 @@ def test_the_rate_is_kept_within_5_percent(ends, gbps, size):
         server.rooms.register(room, expected(of), sink)
         link.open(room, of, Listener())
         for page in range(pages):
-            link.offer(room, part(Stream.ANCHOR, payload, page))
+            link.offer(room, *part(Stream.ANCHOR, payload, page))
         assert sink.over.wait(60)
         times, sizes = np.array(taken[begun:]).T
         # From each message to each later one no more than the rate gives in that time, a burst and a message.
@@ -306,9 +306,9 @@ def test_too_many_queued_bytes_are_refused(ends):
     server.rooms.register(1, expected(shape(2)), Sink())
     link = ends.link(server.endpoint, LinkLimits(queued_bytes=1000))
     link.open(1, shape(2), Listener())
-    link.offer(1, part(Stream.RESIDUAL, bytes(900)))
+    link.offer(1, *part(Stream.RESIDUAL, bytes(900)))
     with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more exceed queued_bytes, 1000"):
-        link.offer(1, part(Stream.RESIDUAL, bytes(200), 1))
+        link.offer(1, *part(Stream.RESIDUAL, bytes(200), 1))
 
 
 def test_an_empty_room_and_empty_parts_arrive(ends):
@@ -317,10 +317,10 @@ def test_an_empty_room_and_empty_parts_arrive(ends):
     for room, of in enumerate((shape(0, aux=False), shape(0), shape(2, aux=False))):
         server.rooms.register(room, expected(of), sinks[room])
         link.open(room, of, listener)
-    link.offer(1, part(Stream.AUX, b"token"))
+    link.offer(1, *part(Stream.AUX, b"token"))
     for page in range(2):
-        link.offer(2, part(Stream.ANCHOR, b"", page))
-        link.offer(2, part(Stream.RESIDUAL, b"", page))
+        link.offer(2, *part(Stream.ANCHOR, b"", page))
+        link.offer(2, *part(Stream.RESIDUAL, b"", page))
     until(lambda: listener.reasons == {0: None, 1: None, 2: None})
     assert all(sink.reasons == [None] for sink in sinks) and len(sinks[2].parts) == 4
 
@@ -334,7 +334,7 @@ def test_thousands_of_rooms_leave_nothing(ends):
             server.rooms.register(room, expected(of), Sink())
             link.open(room, of, listener)
             for stream in Stream:
-                link.offer(room, part(stream, b"1234"))
+                link.offer(room, *part(stream, b"1234"))
         until(lambda: len(listener.reasons) == begin + 500)
         until(lambda: link.outstanding_bytes == 0)
         assert len(server.rooms) == link.queued_bytes == 0
@@ -375,7 +375,7 @@ def test_a_closed_link_takes_nothing(ends):
         link.open(1, shape(1), Listener())
     with pytest.raises(LinkError, match="takes no rooms"):
         server.rooms.register(1, expected(shape(1)), Sink())
-    assert link.offer(1, part(Stream.ANCHOR, b"a")) is False
+    assert link.offer(1, *part(Stream.ANCHOR, b"a")) is False
     link.cancel(1)
     server.rooms.abort(1)
     assert not link.connected

@@ -79,11 +79,11 @@ def test_bytes_go_by_stream_and_rooms_are_there_while_they_are_open(ends, sendin
     until(lambda: sending.of("kv_links") == receiving.of("kv_links") == 1)
     assert sending.of("kv_link_rooms") == receiving.of("kv_link_rooms") == 2
     for page in range(2):
-        link.offer(1, part(Stream.ANCHOR, bytes(3000), page))
-        link.offer(1, part(Stream.RESIDUAL, bytes(5000), page))
-    link.offer(1, part(Stream.AUX, bytes(10)))
-    link.offer(2, part(Stream.ANCHOR, bytes(700_000)))
-    link.offer(2, part(Stream.AUX, bytes(20)))
+        link.offer(1, *part(Stream.ANCHOR, bytes(3000), page))
+        link.offer(1, *part(Stream.RESIDUAL, bytes(5000), page))
+    link.offer(1, *part(Stream.AUX, bytes(10)))
+    link.offer(2, *part(Stream.ANCHOR, bytes(700_000)))
+    link.offer(2, *part(Stream.AUX, bytes(20)))
     until(lambda: listener.reasons == {1: None, 2: None})
     moved = {"anchor": 6000.0, "residual": 10_000.0, "whole": 700_000.0, "aux": 30.0}
     assert sending.sums("kv_link_sent_bytes_total", "stream") == receiving.sums("kv_link_received_bytes_total", "stream") == moved
@@ -120,7 +120,7 @@ def test_a_link_that_broke_is_counted_once_it_is_there_again(ends, sending, rece
             assert [told.of("kv_links") for told in (sending, receiving)] == [1, 1]
             server.rooms.register(times, expected(of), Sink())
             link.open(times, of, listener)
-            link.offer(times, part(Stream.ANCHOR, b"whole"))
+            link.offer(times, *part(Stream.ANCHOR, b"whole"))
             until(lambda: times in listener.reasons)
             # It is not there again before this test has seen that it is gone.
             proxy.mute = True
@@ -171,7 +171,7 @@ def test_a_paced_sender_waits_for_its_rate_and_an_idle_one_for_nothing(ends, sen
     begun = time.monotonic()
     # At 6.25 MB/s this takes 0.32 s, but for what a burst may hold.
     for page in range(10):
-        link.offer(1, part(Stream.ANCHOR, bytes(200_000), page))
+        link.offer(1, *part(Stream.ANCHOR, bytes(200_000), page))
     until(lambda: listener.reasons)
     took, waited = time.monotonic() - begun, sending.sums("kv_link_wait_seconds_total", "reason")
     assert 0.1 < waited["rate"] <= took and waited["credit"] < 0.1
@@ -186,7 +186,7 @@ def test_a_sender_waits_for_a_slow_receivers_credit(ends, sending):
     server.rooms.register(1, expected(of), Sink(delay=0.02))
     link.open(1, of, listener)
     for page in range(20):
-        link.offer(1, part(Stream.ANCHOR, bytes(100_000), page))
+        link.offer(1, *part(Stream.ANCHOR, bytes(100_000), page))
     until(lambda: listener.reasons)
     waited = sending.sums("kv_link_wait_seconds_total", "reason")
     # The receiver takes 0.4 s, of which its window hides a part.

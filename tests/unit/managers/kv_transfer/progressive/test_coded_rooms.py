@@ -15,6 +15,7 @@ from transfer_helpers import WatchedPool, make_pool, rows, settled
 from waiting import until
 
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.sender import MAX_PACKED_BYTES
@@ -172,7 +173,8 @@ class Coded:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tokens=st.integers(260, 500), chunks=st.sets(st.integers(1, 16), max_size=4))
 def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
-    made = Coded(servers, tokens)
+    made, received = Coded(servers, tokens), {}
+    made.both.decode.timeline = SimpleNamespace(add_event=lambda room, kind, number: received.update({kind: number}))
     sender, receiver = made.begin(sorted(chunks))
     until(lambda: settled(sender) and settled(receiver))
     assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
@@ -184,7 +186,7 @@ def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
     targets = copied(made.packing, made.here, made.slots, where.begin, where.end, seeds)
     assert torch.equal(rows(target, where.blocks), rows(source, targets))
     # Of 2 layers with 2 heads of 64 channels in float32, some 5 numbers to one.
-    assert receiver._writer.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
+    assert received["complete"] < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
     made.both.close()
 
 
@@ -251,10 +253,12 @@ def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(server
 
 def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
-    wrong = handshakes.RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
-    sender = made.both.sender(7, made.prompt)
-    with pytest.raises(LinkError, match="up to 580 are to be quantized, of a prompt of 300"):
-        sender._room(wrong)
+    decode, sender = made.both.decode, made.both.sender(7, made.prompt)
+    here = decode.links.endpoint, wire.encode(decode.settings), (*decode.aux.sizes, 0)
+    sender.on_metadata(handshakes.RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, *here, 0, 300, 1, (4, 4 + 64 * 9)))
+    sender.init(19, 3)
+    with pytest.raises(KVTransferError, match="up to 580 are to be quantized, of a prompt of 300"):
+        sender.failure_exception()
 
 
 def flags(**changed):

@@ -61,8 +61,8 @@ class FakeLink:
     def open(self, room, shape, listener):
         pass
 
-    def offer(self, room, part):
-        self.offered.append(part)
+    def offer(self, room, stream, payload, page=0, layers=None, prefix_hash=b""):
+        self.offered.append(SimpleNamespace(stream=stream, payload=payload, page=page))
         return True
 
     def close(self, timeout):

@@ -17,10 +17,10 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, RawCodec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, RawCodec, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, Stream
+from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, RoomShape, Stream
 
 PAGE = 16
 
@@ -410,15 +410,27 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
     assert sizes[0] == sizes[1] == rows(both.prefill.pool, torch.arange(200)).numel() if reference == "raw" else sizes[0] < sizes[1]
 
 
+class Counting(LynxCodec):
+    """Counts the residuals that it wrote."""
+
+    residuals = 0
+
+    def write_residual(self, *residual):
+        super().write_residual(*residual)
+        object.__setattr__(self, "residuals", self.residuals + 1)
+
+
 def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(servers, tmp_path):
     both = servers("exact")
+    both.decode.codec = Counting(both.decode.pool, "exact", UNIT)
     both.decode.timeline = TransferTimeline(tmp_path / "times")
     (source, here), (target, there) = pages_of(200, 7), pages_of(200, 8)
     receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
     receiver.send_metadata(target, 5, decode_prefix_len=0)
     sender.init(len(source), 3)
     sender.send(source[:5], num_kv_tokens=5 * PAGE)
-    until(lambda: receiver._writer.size and not receiver._writer._anchors)
+    # The first page, and its residual.
+    until(lambda: both.decode.codec.residuals)
     sender.send(source[5:], num_kv_tokens=200 - 5 * PAGE)
     until(lambda: settled(sender) and settled(receiver))
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
@@ -444,25 +456,25 @@ def raw():
 
 
 def parts_of(both, room, prompt, there):
-    """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and the room's number on the link."""
+    """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and what opens it on the link."""
     codec, layers = both.prefill.codec, both.prefill.pool.layer_range
     receiver = both.receiver(room, prompt)
     receiver.send_metadata(there, 5, decode_prefix_len=0)
     room = both.decode.said[-1].link_room
-    pages = receiver._writer._pages
+    slots, ends = torch.from_numpy((there[:, None] * PAGE + np.arange(PAGE)).ravel()[: len(prompt)]), codec.ends(len(prompt))
     made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
-    for page in pages:
-        anchor, residual = codec.encode(page)
+    for begin, end in zip([0, *ends], ends):
+        anchor, residual = codec.encode(PlacedPage(begin, slots[begin:end]))
         made[Stream.ANCHOR].append(anchor)
         made[Stream.RESIDUAL].append(residual)
-    hashes = receiver._writer._hashes
+    hashes = page_hashes(prompt, ends)
     found = {}
     for stream, payloads in made.items():
         found[stream] = []
         for page, payload in enumerate(payloads):
             named = b"" if stream is Stream.AUX else hashes[page]
             found[stream].append((PageHeader(room, stream, page, layers, 0, codec.name, len(payload), named).sealed(payload), payload))
-    return receiver, found, room
+    return receiver, found, (room, RoomShape(len(ends), (layers,)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -471,7 +483,7 @@ def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._writer.expected.shape)
+    sender.open(*room)
     for stream in Stream:
         random.Random(seed).shuffle(found[stream])
         for header, payload in found[stream]:
@@ -484,16 +496,18 @@ def test_an_anchor_that_was_changed_on_the_way_is_waited_for_by_its_residual_and
     """A sender hears late of what it has to send once more, where the receiver has much to write: the record and residuals go meanwhile."""
     both = servers("exact")
     both.begin = lambda rest: None
+    both.decode.codec = Counting(both.decode.pool, "exact", UNIT)
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._writer.expected.shape)
+    sender.open(*room)
     late, payload = found[Stream.ANCHOR][2]
     for stream in (Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL):
         for header, content in found[stream]:
             sender.say(Frame(header, 0), bytes(len(content)) if header == late else bytes(content))
-    assert sender.hear_of(Retransmit) == Retransmit(room, Stream.ANCHOR, 2)
-    until(lambda: len(receiver._writer._residuals) == 1 and not receiver._writer._anchors)
+    assert sender.hear_of(Retransmit) == Retransmit(room[0], Stream.ANCHOR, 2)
+    # All others are written, which came after that of the anchor, too.
+    until(lambda: both.decode.codec.residuals == len(found[Stream.RESIDUAL]) - 1)
     assert not receiver.anchor_ready and receiver.poll() == KVPoll.WaitingForInput
     sender.say(Frame(late, 0), bytes(payload))
     until(lambda: settled(receiver) and receiver.complete)
