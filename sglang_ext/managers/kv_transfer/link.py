@@ -37,6 +37,8 @@ CHECK_SECONDS, RECONNECT_SECONDS, CLOSE_SECONDS = 0.05, 0.1, 0.2
 POLL_SECONDS = 0.002
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
 QUIET_SECONDS = 0.02
+# Layers in the headers of auxiliary records, which have no meaning.
+AUX_LAYERS = LayerRange(0, 1)
 
 
 class Link:
@@ -116,13 +118,7 @@ class Link:
             self._notify()
 
     def offer(
-        self,
-        room: int,
-        stream: Stream,
-        payload: memoryview | bytes,
-        page: int = 0,
-        layers: LayerRange = LayerRange(0, 1),
-        prefix_hash: bytes = b"",
+        self, room: int, stream: Stream, payload: memoryview | bytes, page: int = 0, layers: LayerRange = AUX_LAYERS, prefix_hash: bytes = b""
     ) -> bool:
         """Queue a part, described as in its :class:`PageHeader`. Return False if the room has ended.
 
@@ -145,7 +141,7 @@ class Link:
         return live
 
     def cancel(self, room: int, reason: str = "cancelled") -> None:
-        """Send nothing more of a room. Its listener's ``ended`` follows. Does nothing if the room is not open."""
+        """Send nothing more of a room, if it is open. Its listener's ``ended`` follows."""
         with self._lock:
             self._end(room, f"the sender ended it: {reason}")
             self._cancels.append((room, reason))

@@ -40,14 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedPromptCodec(PageCodec):
-    """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV.
+    """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV. Its exact pages have ``tokens`` tokens.
 
     The slots of a packed page are those of its full KV on the prefill side, and those of its blocks on the decode side.
 
     Attributes:
-        packing: Layout of blocks in the pool's slots.
-        buffers: The same pool, by KV heads.
-        tokens: Tokens of an exact page.
+        packing, buffers: Layout of blocks in the pool's slots, and the same pool by KV heads.
         seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/block_layout.py); None for other rounding, and for writing.
 
     Raises:

@@ -134,13 +134,11 @@ class RoomShape(Message):
 
 
 class PageHeader(Message):
-    """Header of a part.
+    """Header of a part of ``size`` bytes, which ``codec`` encoded on ``rank``.
 
     Attributes:
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; meaningless for aux.
-        rank, codec: Rank of the sender, and name of the codec that encoded the bytes.
-        size: Bytes of the part.
         prefix_hash: Hash of the tokens up to the page's end (page_codec.py), 32 bytes; empty if there is none.
         checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
     """
@@ -334,10 +332,8 @@ _REMEDIES = {
 
 
 def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
-    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal.
-
-    The page size is compared last, because it follows from other fields.
-    """
+    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal."""
+    # The page size is compared last, because it follows from other fields.
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:

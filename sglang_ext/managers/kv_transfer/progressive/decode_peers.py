@@ -41,10 +41,7 @@ class DecodePeer:
     """
 
     def __init__(
-        self,
-        link: Link,
-        free_bytes: Callable[[], float] = lambda: math.inf,
-        most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS,
+        self, link: Link, free_bytes: Callable[[], float] = lambda: math.inf, most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS
     ) -> None:
         self._link, self._free_bytes, self._most_before_residuals = link, free_bytes, most_before_residuals
         # For the encoder thread: a room, and a function that starts its next pages.
@@ -187,12 +184,10 @@ class DecodePeer:
         return begun + self._link.queued_bytes
 
     def _has_space(self, room: RoomEncoder, stream: Stream, most: int) -> bool:
-        """Return whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
-
-        A peer that holds nothing may always encode one page. A stream that the room does not have needs no space.
-        """
+        """Return whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit."""
         held, size = self.held_bytes, room.most_bytes(stream)
-        # Residuals may use only their share of the free bytes.
+        # A peer that holds nothing may always encode one page. A stream that the room does not have needs no space. Residuals may use only
+        # their share of the free bytes.
         return not held or not size or held + size <= min(most, self._free_bytes() * most / MAX_ENCODED_BYTES)
 
 
@@ -200,10 +195,7 @@ class DecodePeers:
     """The decode ranks that a prefill rank sends to, by endpoint. Together they hold at most ``most_in_all`` encoded bytes."""
 
     def __init__(
-        self,
-        connect: Callable[[str], Link],
-        most_in_all: int = MAX_TOTAL_BYTES,
-        most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS,
+        self, connect: Callable[[str], Link], most_in_all: int = MAX_TOTAL_BYTES, most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS
     ) -> None:
         self._connect, self._most_in_all, self._most_before_residuals = connect, most_in_all, most_before_residuals
         self._peers: dict[str, DecodePeer] = {}

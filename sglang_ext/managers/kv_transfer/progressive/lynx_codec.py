@@ -165,11 +165,9 @@ class LynxCodec(PageCodec):
         return {stream: packed_size([_most_bytes(stream, layout) for layout in layouts]) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
 
     def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
-
-        Exact residuals have sizes that only the device knows. In that case this method waits.
-        """
+        """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw."""
         plan = self._plan(page)
+        # Exact residuals have sizes that only the device knows. In that case this method waits.
         if plan.anchors is None or residual and plan.residuals is None:
             found = self._encode_separately(page, anchor, residual)
             return lambda: found

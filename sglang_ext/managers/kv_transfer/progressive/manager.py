@@ -118,11 +118,9 @@ class ProgressiveManager(CommonKVManager):
     The prefill side has ``handshakes``, ``peers`` and ``packed_bytes``. The decode side has ``links``, ``directory`` and ``prefill_ranks``.
 
     Attributes:
-        aux, settings: Auxiliary records of the rank, and settings of its end of links.
         has_keys: Whether links are encrypted.
         packed_bytes: Bytes of packed prompts that wait for decode ranks.
         prefill_ranks: Control addresses of the ranks of each known prefill server, by bootstrap address.
-        timeline: Timeline of rank 0, if one is requested.
 
     Raises:
         OptionError: The model's pool cannot be transferred, or the flags do not allow to make links.

@@ -120,8 +120,8 @@ class ProgressiveReceiver(CommonKVReceiver):
     ) -> None:
         """Register the room, then send its metadata to the prefill side.
 
-        The request has SGLang's pages ``kv_indices``, int [pages], for its tokens after ``decode_prefix_len``, whose KV is on this side, and
-        row ``aux_index`` for its auxiliary record.
+        The request has SGLang's pages ``kv_indices``, int [pages], for its tokens after ``decode_prefix_len``, and row ``aux_index`` for its
+        auxiliary record.
         """
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")

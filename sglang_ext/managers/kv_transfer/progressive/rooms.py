@@ -143,10 +143,7 @@ class RoomEncoder:
         return self._codec.most_bytes(stream) if self.shape.parts(stream) else 0
 
     def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "PageEncoding":
-        """Start to encode the next page: int64 [tokens] slots, or the bytes of a page that is encoded already and has no residual.
-
-        Without ``residual``, :meth:`start_residual` must follow, and the KV must be kept until then.
-        """
+        """Start to encode the next page: int64 [tokens] slots, or an encoded page. Without ``residual``, ``start_residual`` must follow."""
         page, self._num_started = self._num_started, self._num_started + 1
         if isinstance(slots, memoryview):
             return PageEncoding(self, page, {Stream.ANCHOR: len(slots)}, lambda: EncodedPage(slots, None))
@@ -227,13 +224,10 @@ class PageEncoding:
 
 
 class RoomWriter:
-    """Writes the parts of a room into the slots of a request.
+    """Writes the parts of a room into the slots of a request, and its auxiliary record into row ``aux_index``.
 
-    Args:
-        aux: Auxiliary records; the room's record is written to row ``aux_index``.
-        pages: Pages of the request, from the first page that is transferred.
-        hashes: Hash of each page (page_codec.py).
-        expected_queries: Converts the queries after the auxiliary record; None if no queries are expected.
+    ``pages`` begin with the first page that is transferred, and have ``hashes`` (page_codec.py). ``expected_queries`` converts the queries
+    after the auxiliary record; None if no queries are expected.
 
     Attributes:
         anchor_ready: Whether all anchors and the auxiliary record are written.
