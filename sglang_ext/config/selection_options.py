@@ -12,7 +12,6 @@ from sglang_ext.config.rules import KVServerArgs, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
-from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
@@ -204,6 +203,8 @@ def _check_against_model(args: KVServerArgs) -> None:
         )
     if size is not None and not has_gpu_ranks(args):
         # Otherwise the process could fail to allocate it, or be killed: the server would continue without selections.
+        from sglang_ext.mem_cache.host_tier import host_memory
+
         host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
 
 

@@ -223,7 +223,7 @@ def create_decode_loop(worker: "Worker", provider: FullKVProvider) -> DecodeLoop
     if args.kv_bench_timeline is not None and options.has_progressive_transfer(args) and is_first:
         from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
-        timeline = TransferTimeline.of(args.kv_bench_timeline, device)
+        timeline = TransferTimeline(args.kv_bench_timeline, device)
     report = RoundReport(
         lengths, costs, worker.metrics, worker.requests, interval, reports_drafting=not worker.lossy, writes_log=is_first, timeline=timeline
     )
