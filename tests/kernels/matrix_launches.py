@@ -182,8 +182,8 @@ def _copies(shape: Shape) -> None:
 def _lynx(shape: Shape, bits: int) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
     parts, slots = PageTensors.from_tensors([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
-    for short, reference in {4: ((False, "int8"), (False, "exact")), 3: ((True, "int8"),), 2: ((True, "exact"),)}[bits]:
-        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
+    for reference in {4: ("int8", "exact"), 3: ("int8",), 2: ("exact",)}[bits]:
+        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, reference)
         anchors, residuals = triton_codec.anchors(parts, layout, slots)
         if reference == "exact":
             residuals = triton_codec.exact_residuals(parts, list(anchors), layout, slots)

@@ -102,7 +102,7 @@ class RaggedHeadsDecode(CompressedDecode):
     compressed_kv_name = "compressed KV of --kv-head-budgets adaptive"
     remedy = "pass --kv-head-budgets equal"
     # Measured on an H200: the heads that keep most tokens are split so finely that the other heads do not wait for them.
-    busy = 4096
+    min_parts = 4096
 
     layout: RaggedHeadLayout
 

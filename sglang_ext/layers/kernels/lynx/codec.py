@@ -92,7 +92,7 @@ def decode_page_from(
         ValueError: The tensors do not fit the layout.
     """
     outs.check(layout, slots)
-    _backend(outs.tensors[0]).read_streams(anchors, residuals, layout, outs, slots)
+    _backend(outs.tensors[0]).decode(anchors, residuals, layout, outs, slots)
 
 
 def decode(

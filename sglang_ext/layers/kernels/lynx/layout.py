@@ -7,10 +7,8 @@ one channel. The last chunk may have fewer. A row of chunks has one chunk of eac
 The anchor stream, without gaps::
 
     header        16 bytes; the first is 0 for a page of codes, 1 for a page stored as it is ("raw"), the others 0
-    gamma         float16 [2, channels]: minimum and step of the scales; only with short scales
-    mu, sigma     float16 [rows, channels] each; with short scales see below
+    mu, sigma     float16 [rows, channels] each
     sinks         [sinks, channels] as in the pool
-    mu, sigma     uint8 [rows, channels] each; only with short scales
     codes         the planes of [tokens, channels] codes of ``bits`` bits
 
 The anchor stream of a raw page is the header and [tokens, channels] as in the pool. A page is raw if codes would not be smaller. It is
@@ -126,7 +124,6 @@ class PageLayout:
         dtype: Dtype of the pool: bfloat16, float16 or float32.
         bits: Bits of an anchor's code: 4, 3 or 2 of 8.
         sinks: Number of first tokens that the anchor stream holds exactly.
-        short_scales: mu and sigma have 8 bits instead of 16.
         reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits.
 
     Raises:
@@ -138,7 +135,6 @@ class PageLayout:
     dtype: torch.dtype
     bits: int = 4
     sinks: int = 0
-    short_scales: bool = False
     reference: str = "int8"
 
     def __post_init__(self) -> None:
@@ -166,13 +162,9 @@ class PageLayout:
 
     @cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Offset and size of each part of a coded anchor stream, in order: gamma, mu, sigma, sinks, codes."""
-        scales, count = (1, self.channels * self.rows) if self.short_scales else (2, self.channels * self.rows)
-        sizes = {"gamma": 4 * self.channels if self.short_scales else 0}
-        chunks = {"mu": scales * count, "sigma": scales * count}
-        sinks = {"sinks": self.sinks * self.channels * self.dtype.itemsize}
-        sizes |= sinks | chunks if self.short_scales else chunks | sinks
-        sizes["codes"] = self.tokens * self.channels * self.bits // 8
+        """Offset and size of each part of a coded anchor stream, in order: mu, sigma, sinks, codes."""
+        scales, sinks = 2 * self.channels * self.rows, self.sinks * self.channels * self.dtype.itemsize
+        sizes = {"mu": scales, "sigma": scales, "sinks": sinks, "codes": self.tokens * self.channels * self.bits // 8}
         offset, parts = HEADER, {}
         for name, size in sizes.items():
             parts[name] = (offset, size)
@@ -285,6 +277,14 @@ class StreamBatch:
     first: int
     width: int
     size: int
+
+    @classmethod
+    def empty(cls, count: int, size: int, device: torch.device) -> "StreamBatch":
+        """Memory for ``count`` streams of ``size`` bytes, with zeros between them."""
+        width = -(-size // ALIGNMENT) * ALIGNMENT
+        memory = torch.empty(count, width, dtype=torch.uint8, device=device)
+        memory[:, size:] = 0
+        return cls(memory.flatten(), torch.arange(count, device=device) * width, 0, width, size)
 
     @property
     def rows(self) -> torch.Tensor:

@@ -230,7 +230,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
-    found = compute_scales(numbers, layout.short_scales)
+    found = compute_scales(numbers)
     i, above = magnitudes(numbers, found.scales, layout.bits)
     residual_bits = layout.residual_bits
     v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
@@ -240,7 +240,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
     )
     anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
-    rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
+    rows = {"mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
     stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
     stored["codes"] = _planes(codes, layout.bits, parts)
@@ -270,7 +270,7 @@ def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
     codes = unpack_planes(parts["codes"], layout.bits, layout.tokens)
     sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
-    return codes, read(parts, layout.rows, layout.short_scales), sinks
+    return codes, read(parts, layout.rows), sinks
 
 
 def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: PageLayout) -> torch.Tensor:
@@ -323,13 +323,6 @@ def write_streams(
         rest_at.rows.copy_(rest)
 
 
-def read_streams(
-    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
-) -> None:
-    """Decode streams as :func:`decode` does."""
-    decode(anchors_at.rows, None if rest_at is None else rest_at.rows, layout, outs, slots)
-
-
 def exact_residuals(
     parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None
 ) -> list[torch.Tensor]:
@@ -339,13 +332,14 @@ def exact_residuals(
 
 
 def decode(
-    found: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor] | None,
+    found: Sequence[torch.Tensor] | StreamBatch,
+    residuals: Sequence[torch.Tensor] | StreamBatch | None,
     layout: PageLayout,
     outs: PageTensors,
     slots: torch.Tensor | None,
 ) -> None:
     """Decode pages of coded anchors into ``outs``."""
+    found, residuals = (part.rows if isinstance(part, StreamBatch) else part for part in (found, residuals))
     for part, out in enumerate(outs.tensors):
         page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
         out[slice(None) if slots is None else slots] = page
