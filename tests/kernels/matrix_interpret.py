@@ -18,7 +18,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import quick_interpreter  # noqa: E402
 from marked_helpers import written
-from smaller_tiles import had_choice, pass_over  # noqa: E402, I001: before kernels
+from smaller_tiles import had_choice, install, pass_over  # noqa: E402, I001: before kernels
+
+install()
 import hand_over_checks  # noqa: E402
 import lynx_checks  # noqa: E402
 import torch  # noqa: E402

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.layers.kernels.lynx.codec import Streams, decode, encode
+from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.options import check_counts
@@ -133,13 +133,16 @@ def encode_pages(numbers: torch.Tensor, setting: Setting) -> list[tuple[PageLayo
     found = []
     for index, page in enumerate(numbers.split(PAGE)):
         layout = setting.layout(page, index == 0)
-        found.append((layout, encode(page.contiguous(), layout)))
+        found.append((layout, encode_page([page.contiguous()], layout)[0]))
     return found
 
 
 def decode_pages(pages: list[tuple[PageLayout, Streams]], with_residual: bool) -> torch.Tensor:
     """Return the numbers of all pages, [tokens, channels]."""
-    return torch.cat([decode(streams.anchor, streams.residual if with_residual else None, layout) for layout, streams in pages])
+    found = [torch.empty(layout.tokens, layout.channels, dtype=layout.dtype) for layout, _ in pages]
+    for (layout, streams), page in zip(pages, found, strict=True):
+        decode_page([streams.anchor], [streams.residual] if with_residual else None, layout, [page])
+    return torch.cat(found)
 
 
 def attention_outputs(layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -176,8 +176,7 @@ class PackedDecode(CompressedDecode):
 
     def __init__(self, model_runner: "ModelRunner", layout: QuantizedLayout):
         super().__init__(model_runner, layout)
-        buffers = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
-        self._room = max_resident_programs(layout.layout, *buffers, self.query_heads // self.kv_heads)
+        self._room = max_resident_programs(layout.layout, self.token_to_kv_pool.get_key_buffer(0), self.query_heads // self.kv_heads)
 
     def splits(self, requests: int) -> tuple[int, int]:
         """Parts of each request's blocks and exact tokens."""

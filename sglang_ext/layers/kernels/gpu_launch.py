@@ -20,8 +20,8 @@ from triton.runtime.errors import OutOfResources
 from sglang_ext.core import OptionError
 
 Choice = TypeVar("Choice")
-# Compute capability of an H100.
-HOPPER = (9, 0)
+# Compute capabilities of an A100 and of an H100.
+AMPERE, HOPPER = (8, 0), (9, 0)
 # Index of the choice that the last launch of each key used. Earlier choices do not fit.
 _TAKEN: dict[Hashable, int] = {}
 
@@ -64,6 +64,18 @@ def has_ptx(keys: torch.Tensor) -> bool:
 def capability(keys: torch.Tensor) -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU that holds ``keys``. None on other devices."""
     return torch.cuda.get_device_capability(keys.device) if has_ptx(keys) else None
+
+
+def has_tensor_cores(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` are on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
+    found = capability(keys)
+    return found is not None and found >= AMPERE
+
+
+def multiplies_integers(keys: torch.Tensor) -> bool:
+    """Whether Triton compiles integer products on the device of ``keys``. False for NVIDIA GPUs below 8.0."""
+    found = capability(keys)
+    return found is None or found >= AMPERE
 
 
 def pdl_options(keys: torch.Tensor) -> dict[str, bool]:

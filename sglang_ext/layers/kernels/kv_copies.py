@@ -1,10 +1,11 @@
-"""Copies of KV, all layers in one launch.
+"""Copies, checksums and extremes of KV, all layers in one launch.
 
 - :func:`gather_kept` copies the kept tokens of each KV head into the slots of the compressed KV.
 - :func:`scatter_cells` copies them into the cells of ragged heads (ragged_heads.py), head after head.
 - :func:`write_pointers` writes pointers to the kept tokens instead (pointers.py).
 - :func:`gather_rows` and :func:`scatter_rows` copy a page's tokens between many buffers and one contiguous buffer, for KV transfers.
 - :func:`page_checksum` computes the checksum that ``mem_cache/host_tier/tier.py`` defines.
+- :func:`bound_pages` computes the extremes of pages' keys, from which quest_pages.py selects pages.
 """
 
 import torch
@@ -236,7 +237,7 @@ def _launch(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: 
     )  # fmt: skip
 
 
-# Words that a program reads at a time.
+# Words that a program reads at a time, and columns of a page's words or keys.
 TILE = 2048
 MOST_COLUMNS = 512
 
@@ -301,3 +302,42 @@ def page_checksum(
         PAGE=page_size, WORDS=words.shape[1], TOKENS=tokens, COLUMNS=columns,
     )  # fmt: skip
     return sums
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
+def _bound_pages(
+    key_table, like, slots, extremes, count, pages, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute some columns of the extremes of a slot's page in a layer. Of adjacent slots in one page, only the last computes them."""
+    token, layer = tl.program_id(0), tl.program_id(1)
+    page = tl.load(slots + token).to(tl.int64) // PAGE
+    last = token + 1 >= count
+    if last | (tl.load(slots + token + tl.where(last, 0, 1)).to(tl.int64) // PAGE != page):
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
+        # Otherwise the compiler does not vectorize the loads: buffers begin at multiples of 16 bytes.
+        keys = buffer_pointer(key_table, layer, like.dtype.element_ty)
+        mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
+        numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
+        target = extremes + (layer.to(tl.int64) * pages + page) * (HEADS * 2 * DIM) + head * (2 * DIM) + channel
+        tl.store(target, tl.min(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
+        tl.store(target + DIM, tl.max(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
+
+
+def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
+    """Update the extremes of the pages of ``slots``, in all layers, from their keys. Does not wait for the device.
+
+    Args:
+        key_table: int64 [layers], addresses of the layers' key buffers.
+        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        slots: int64 [tokens], at least one.
+        extremes: [layers, pages, kv_heads, 2, dim], dtype of the keys: minimum and maximum of each channel.
+        page: Tokens of a page.
+    """
+    layers, pages, heads, _, dim = extremes.shape
+    columns = min(MOST_COLUMNS, triton.next_power_of_2(heads * dim))
+    _bound_pages[(len(slots), layers, triton.cdiv(heads * dim, columns))](
+        key_table, like, slots, extremes, len(slots), pages, like.stride(0), like.stride(1), HEADS=heads, DIM=dim,
+        PAGE=page, COLUMNS=columns,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_ext.layers.kernels.flash_decoding import (
     MOST_ROWS,
     DecodeTile,
-    SplitOutputs,
+    RowSplits,
     exact_split,
     head_and_rows,
     scaled_queries,
@@ -26,7 +26,7 @@ from sglang_ext.layers.kernels.flash_decoding import (
     tile_choices,
     token_step,
 )
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, load_acquired_count, pdl_options, pointer_at, shape_name
+from sglang_ext.layers.kernels.gpu_launch import load_acquired_count, pdl_options, pointer_at
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
@@ -148,24 +148,17 @@ def ragged_decode(
         OptionError: No tiles of such heads fit the GPU.
     """
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
-    requests, heads, dim = queries.shape
-    kv_heads, parts = keys.shape[1], SplitOutputs(queries, values.shape[2], splits)
-    group, queries = heads // kv_heads, queries.contiguous()
+    parts = RowSplits(queries.contiguous(), keys, values, splits)
 
     def launch(tile: DecodeTile) -> None:
-        _splits[(parts.num_splits, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table, token_table.stride(0), rows,
-            lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse, scaling, keys.stride(0),
-            keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1, HEADS=kv_heads, GROUP=group,
-            M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.num_splits, N=tile.tokens,
-            num_stages=tile.stages, **parts.shape,
+        _splits[parts.grid(tile.rows)](
+            parts.queries, keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table, token_table.stride(0), rows,
+            lengths, cells.bounds, cells.bounds.stride(0), layer * keys.shape[1], parts.partial, parts.lse, scaling, *parts.strides,
+            ALL_HEADS=cells.bounds.shape[1] - 1, SPLITS=parts.num_splits, N=tile.tokens, **parts.constants(tile),
         )  # fmt: skip
 
-    def what() -> str:
-        return f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
-
-    key = ("cells", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, RAGGED_STAGES), launch, key, what, "pass --kv-head-budgets equal")
+    choices = tile_choices(parts.group, MOST_ROWS, TOKENS, RAGGED_STAGES)
+    parts.launch("cells", choices, launch, lambda: "attention over heads of different budgets", "pass --kv-head-budgets equal")
     return parts.merged_output()
 
 
@@ -329,22 +322,15 @@ def pointer_decode(
     Raises:
         OptionError: No tiles of such heads fit the GPU.
     """
-    requests, heads, dim = queries.shape
-    kv_heads, cells, parts = keys.shape[1], as_pointers(keys), SplitOutputs(queries, values.shape[2], splits)
-    group, queries, early = heads // kv_heads, queries.contiguous(), pdl_options(keys)
+    cells, parts, early = as_pointers(keys), RowSplits(queries.contiguous(), keys, values, splits), pdl_options(keys)
 
     def launch(tile: DecodeTile) -> None:
-        pointer_splits[(parts.num_splits, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
-            parts.partial, parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
-            cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.layout.per_slot, SPLITS=parts.num_splits, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"],
-            num_stages=tile.stages, **parts.shape, **early,
+        pointer_splits[parts.grid(tile.rows)](
+            parts.queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths,
+            begins.counts, parts.partial, parts.lse, scaling, *parts.strides, *cells.stride()[:2], PER_SLOT=begins.layout.per_slot,
+            SPLITS=parts.num_splits, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"], **parts.constants(tile), **early,
         )  # fmt: skip
 
-    def what() -> str:
-        return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
-
-    key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, POINTER_STAGES), launch, key, what, "pass --kv-compressor snapkv")
+    choices = tile_choices(parts.group, MOST_ROWS, TOKENS, POINTER_STAGES)
+    parts.launch("pointers", choices, launch, lambda: "attention over pointers", "pass --kv-compressor snapkv")
     return parts.merged_output()

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.gpu_launch import gpu_name, has_ptx, launch_first_fitting, multiplies_integers, shape_name
 from sglang_ext.layers.kernels.key_scores import (
     CHUNK,
     LEAST,
@@ -32,7 +32,6 @@ from sglang_ext.layers.kernels.key_scores import (
     store_chunk_normalizers,
     update_normalizers,
 )
-from sglang_ext.layers.kernels.packed import packed_decode
 
 # Keys, each of one token and head, that a program quantizes.
 ROWS = 16
@@ -256,7 +255,7 @@ class QuantizedKeyTensors:
         """
         _, held, heads, size = self.codes.shape
         groups, dim = self.words.shape[3], queries.shape[3]
-        if not packed_decode.multiplies_integers(self.codes):
+        if not multiplies_integers(self.codes):
             raise OptionError(f"integer products, which score quantized keys, do not compile for {gpu_name()}: {REMEDY}")
         shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), layer_major(queries)
         rows = min(max(triton.next_power_of_2(shared), LEAST_ROWS // padded_groups), MOST_ROWS // padded_groups)
@@ -267,7 +266,7 @@ class QuantizedKeyTensors:
                 SHARED=shared, ROWS=rows, DIM=dim, GROUP=self.group, GROUPS=groups, PADDED_GROUPS=padded_groups,
                 PADDED_GROUP=triton.next_power_of_2(self.group), BITS=8 * size // dim, BYTES=size,
                 PADDED_BYTES=max(LEAST_BYTES, triton.next_power_of_2(size)), CHUNK=CHUNK,
-                PTX=packed_decode.has_ptx(self.codes), **block,
+                PTX=has_ptx(self.codes), **block,
             )  # fmt: skip
 
         def what() -> str:

@@ -23,12 +23,24 @@ from sglang_ext.layers.kernels.lynx.layout import (
     HEADER,
     PageLayout,
 )
-from sglang_ext.layers.kernels.lynx.codec import decode, decode_page, encode, encode_page
+from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
 from sglang_ext.layers.kernels.lynx.encode_tiles import CELLS, REACH, cells
 from sglang_ext.layers.kernels.lynx.pytorch_codec import CLEAR, as_bytes
 
 PATTERNS = {2: torch.int16, 4: torch.int32}
 KINDS = ("normal", "constant", "zeros", "signed zeros", "subnormal", "outlier", "far", "tiny", "greatest", "any")
+
+
+def encode(x, layout):
+    """Streams of one tensor's page."""
+    return encode_page([x], layout)[0]
+
+
+def decode(anchor, residual, layout):
+    """One tensor's page."""
+    out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype)
+    decode_page([anchor], None if residual is None else [residual], layout, [out])
+    return out
 
 
 def numbers(kind, tokens, dtype, noise):

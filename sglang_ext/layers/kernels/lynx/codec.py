@@ -20,11 +20,6 @@ class Streams(NamedTuple):
     residual: torch.Tensor
 
 
-def encode(x: torch.Tensor, layout: PageLayout, slots: torch.Tensor | None = None) -> Streams:
-    """Encode the page of one tensor. See :func:`encode_page`."""
-    return encode_page([x], layout, slots)[0]
-
-
 def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout, slots: torch.Tensor | None = None) -> list[Streams]:
     """Encode a page of several tensors, such as the keys and values of all layers. Waits for the device once.
 
@@ -93,20 +88,6 @@ def decode_page_from(
     """
     outs.check(layout, slots)
     _backend(outs.tensors[0]).decode(anchors, residuals, layout, outs, slots)
-
-
-def decode(
-    anchor: torch.Tensor,
-    residual: torch.Tensor | None,
-    layout: PageLayout,
-    out: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Decode one tensor's page into ``out``, or into a new [tokens, channels] tensor. See :func:`decode_page`."""
-    if out is None:
-        out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype, device=anchor.device)
-    decode_page([anchor], None if residual is None else [residual], layout, [out], slots)
-    return out
 
 
 def decode_page(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
@@ -255,24 +256,7 @@ class PackedBlocks(Protocol):
     def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
 
-class LayerBuffers(Protocol):
-    """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
-
-    @property
-    def keys(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def values(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def key_table(self) -> torch.Tensor: ...
-    @property
-    def value_table(self) -> torch.Tensor: ...
-    @property
-    def layer_table(self) -> torch.Tensor: ...
-    @property
-    def first_head(self) -> int: ...
-
-
-def can_pack(packing: PackedBlocks, buffers: LayerBuffers) -> bool:
+def can_pack(packing: PackedBlocks, buffers: KVBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -283,7 +267,7 @@ def can_pack(packing: PackedBlocks, buffers: LayerBuffers) -> bool:
 
 def pack_blocks(
     packing: PackedBlocks,
-    buffers: LayerBuffers,
+    buffers: KVBuffers,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
