@@ -210,8 +210,7 @@ class RaggedVerifyInput(SpecInput):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         """Index pointers for FlashInfer's paged prefill: ragged queries, causal, no mask.
 
-        Returns:
-            kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32 [batch + 1], and None for the custom mask.
+        Returns kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32 [batch + 1], and None for the custom mask.
         """
         columns = torch.arange(int(self.lengths.max()), device=req_to_token.device)
         table = req_to_token[req_pool_indices.long()[:, None], columns[None, :]]
@@ -312,8 +311,7 @@ def use_plain_decoding(model_runner: "ModelRunner") -> None:
 def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
     """Check that a layer asks for no attention option except a scale or a cap. ``options``: None for those it does not ask for.
 
-    Raises:
-        ValueError: The layer asks for another option. ``where`` names the attention, ``remedy`` what the user can do instead.
+    Raises ValueError, which names the attention, ``where``, and what the user can do instead, ``remedy``.
     """
     wanted = [name for name, value in options.items() if value is not None]
     if wanted or layer.xai_temperature_len > 0:

@@ -116,11 +116,7 @@ class VerifyAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
-
-        Raises:
-            ValueError: The layer asks for an attention option other than a scale and a cap.
-        """
+        """Write the KV of new tokens, then attend: [tokens, query_heads * value_dim]. Raises ValueError for options other than a scale and a cap."""
         where = "verifications with --attention-backend triton"
         check_supported(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")
         pool = self.token_to_kv_pool

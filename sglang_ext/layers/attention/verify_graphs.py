@@ -92,13 +92,9 @@ def dummy_batch(requests: int, width: int, device: torch.device | str) -> tuple[
 
 
 def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphRunner:
-    """Capture forwards of ``width`` tokens per request, for SGLang's list of batch sizes.
+    """Capture forwards of ``width`` tokens per request, for SGLang's list of batch sizes, or for all up to ``most``.
 
-    Args:
-        model_runner: The target's, which captured its own graphs.
-        width: Tokens of each request.
-        verifier: Attention of the forwards; None for that of the target's own backend.
-        most: Capture all batch sizes up to this one instead.
+    ``model_runner``: the target's, which captured its own graphs. ``verifier``: attention of the forwards; None for the target's own backend.
     """
     name = "triton" if verifier else model_runner.decode_attention_backend_str
     attention = verifier or _of_backend(model_runner, name, width)

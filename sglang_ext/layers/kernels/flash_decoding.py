@@ -124,12 +124,9 @@ def merge_splits(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one request.
-
-    If ``APART``, ``far`` gets the result over compressed tokens and ``near`` that over exact tokens. Otherwise ``far`` gets both. A program
-    launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must wait for this one itself.
-    """
+    """Merge the splits of one head of one request. ``near`` gets the result over exact tokens if ``APART``; otherwise ``far`` gets both."""
     if EARLY:
+        # The next kernel starts early too, and must wait for this one itself.
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0).to(tl.int64)

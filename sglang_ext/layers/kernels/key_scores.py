@@ -1,8 +1,7 @@
 """Scores of keys by the attention that queries pay to them, for several layers at once.
 
 :func:`window_scores`: the score of a key is the mean softmax attention over a window of queries and the query heads of its KV head (SnapKV,
-arXiv 2404.14469, section 4). Two passes read the keys. The first computes each query's normalizer, in parallel chunks. The second computes
-the means. No attention matrix is written to memory.
+arXiv 2404.14469, section 4). The first pass computes each query's normalizer, in parallel chunks, and the second the means.
 
 :func:`compute_exact_logits`: logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py).
 Before, :func:`rotate_queries` rotates queries (RoPE) to later positions (mem_cache/compressed/rotary.py:rotate_ahead).
@@ -76,10 +75,7 @@ def _logits(
     q, keys, slots, first, position, oldest, tokens, scaling, slot_stride,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is masked.
-
-    A query sees keys up to its ``position``. All queries see the keys up to ``oldest``. Padding of the last block is masked.
-    """
+    """Products with the keys from ``first`` on, times log2(e) and the scaling; -inf where masked. All queries see keys up to ``oldest``."""
     dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
     inside = column < tokens
     slot = tl.load(slots + column, mask=inside, other=0)
@@ -163,13 +159,9 @@ def window_scores(
 ) -> torch.Tensor:
     """Mean attention of the window to each key: float32 [layers, kv_heads, tokens].
 
-    Args:
-        queries: [layers, window, query_heads, head_dim], rotary embedding applied, oldest first.
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, head_dim]. All layers have its shape, strides and dtype.
-        slots: int64 [tokens], slots of the context's keys, in order.
-        positions: int64 [window], positions of the queries in ``slots``, ascending. A query sees keys up to its own position.
-        scaling: Factor on query-key products.
+    ``queries``: [layers, window, query_heads, head_dim], rotary embedding applied, oldest first. ``key_table``: int64 [layers], addresses of the
+    layers' key buffers. ``like``: one of them, [slots, kv_heads, head_dim]; all have its shape, strides and dtype. ``slots``: int64 [tokens], of
+    the context's keys, in order. ``positions``: int64 [window], positions of the queries in ``slots``, ascending; a query sees keys up to its own.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -355,11 +347,10 @@ def _rotate_queries(
 
 
 def rotate_queries(queries: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate queries by a number of positions. Returns float32, shaped like ``queries``; those of a layer are contiguous.
+    """Rotate ``queries``, float [requests, layers, query_heads, dim], contiguous for a request and layer, by a number of positions.
 
-    Args:
-        queries: float [requests, layers, query_heads, dim]; those of a request and layer are contiguous.
-        turn: For each entry the cosine, the signed sine, and the index of its pair's other entry: float32, float32 and int64 [dim].
+    Returns float32 of the same shape; those of a layer are contiguous. ``turn``: for each entry the cosine, the signed sine, and the index of
+    its pair's other entry: float32, float32 and int64 [dim].
     """
     requests, layers, heads, dim = queries.shape
     out = torch.empty(layers, requests, heads, dim, device=queries.device)

@@ -94,10 +94,7 @@ def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.constexpr, BITS: tl.constexpr):
-    """Narrow the range of the lowest selected order, given that ``several`` pages are at or above the trials. Return also the next trials.
-
-    Steps grow from the guess on until both ends are known. Then trials divide the range.
-    """
+    """Narrow the range of the lowest selected order, given that ``several`` pages reach the trials. Steps grow until both ends are known."""
     lowest, highest = low, high
     for number in tl.static_range(TRIALS):
         trial = _trial(lowest, highest, first, step, number).to(tl.int64)
@@ -143,10 +140,7 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head with bounds in registers. ``zero`` is 0, which the compiler cannot know.
-
-    Each count synchronizes all threads, so few are made.
-    """
+    """List the best pages of a head with bounds in registers. ``zero`` is 0, which the compiler cannot know. Counts synchronize threads."""
     # Hides the order from the compiler. Otherwise a thread reads several bounds and lists its pages one by one, after a layout
     # conversion.
     place = tl.arange(0, RESIDENT) ^ zero
@@ -233,9 +227,8 @@ def _choose_pages(
 ):  # fmt: skip
     """Compute bounds of some pages of a request for a KV head. The last program of a head writes pointers to the best pages.
 
-    ``arrived`` counts the programs of a head that have finished, and is 0 before the first and after the pointers are written. If
-    launched ``EARLY``, the kernel waits until the previous kernel has ended, and lets the next kernel begin when all programs have
-    arrived.
+    ``arrived`` counts the programs of a head that have finished, and is 0 before the first and after the pointers are written. Launched
+    ``EARLY``, it waits for the previous kernel, and lets the next one begin when all programs have arrived.
     """
     if EARLY:
         gdc_wait()
@@ -320,19 +313,13 @@ def point_at_best_pages(
     Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it. Rows without pointers,
     and rows that are not due for a selection, stay unchanged.
 
-    Args:
-        begins: Page pointer layout: which rows begin with pointers, and their numbers of pages.
-        layer: Layer index, from 0.
-        queries: [requests, query_heads, dim].
-        cells: A layer's keys as pointers, int32 [slots, kv_heads, pointers].
-        token_table: int32 [2 * rows, width]. The first half has the contexts, with whole pages. The second half has, at the same index,
-            the slots that hold their pointers.
-        rows, lengths: int64 [requests], rows of the table, each at most once except rows without pointers, and slots of each.
-        cut: Division into programs.
+    ``begins``: which rows begin with pointers, and their numbers of pages. ``queries``: [requests, query_heads, dim]. ``cells``: a layer's keys as
+    pointers, int32 [slots, kv_heads, pointers]. ``token_table``: int32 [2 * rows, width]; the first half has the contexts, with whole pages, the
+    second half, at the same index, the slots that hold their pointers. ``rows``, ``lengths``: int64 [requests], rows of the table, each at most
+    once except rows without pointers, and slots of each. ``cut``: division into programs.
 
-    Returns:
-        The bounds: float32 [requests, kv_heads, at least pages], valid where a selection was due. A caller that launches work before the
-            selection has ended must keep this tensor until then, because the selection uses its memory.
+    Returns the bounds: float32 [requests, kv_heads, at least pages], valid where a selection was due. A caller that launches work before the
+    selection has ended must keep this tensor until then, because the selection uses its memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     extremes, padded = begins.page_bounds[layer], triton.next_power_of_2(dim)

@@ -109,10 +109,9 @@ def partial_numbers(query_heads: int, value_dim: int, splits: ContextSplits) -> 
 def partial_buffers(
     workspace: torch.Tensor, query_heads: int, value_dim: int, splits: ContextSplits
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers for the partial outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
+    """Buffers for the partial results of as many tokens as fit in ``workspace``, float32 [numbers].
 
-    Returns:
-        float32 [tokens, query_heads, splits, value_dim], and the same shape without the last dimension.
+    Returns outputs, float32 [tokens, query_heads, splits, value_dim], and log-sums, the same shape without the last dimension.
     """
     tokens = len(workspace) // partial_numbers(query_heads, value_dim, splits)
     shape = (tokens, query_heads, splits.max_splits)
@@ -270,19 +269,12 @@ def verify_attention(
     scaling: float,
     cap: float = 0.0,
 ) -> None:
-    """Write causal attention of the new tokens over their requests' rows of the table into ``out``.
+    """Write causal attention of the new tokens over their requests' rows of the table into ``out``, [tokens, query_heads, value_dim].
 
-    Args:
-        queries: [tokens, query_heads, key_dim].
-        keys, values: The pool's buffers, [slots, kv_heads, key_dim or value_dim]. They already contain the new tokens.
-        out: [tokens, query_heads, value_dim].
-        token_table: int32 [rows, width], slots of each request's tokens.
-        tokens, splits: The new tokens of each request, and how contexts are split.
-        blocks: Sizes of the matrix products; smaller ones are used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic
-            of SGLang's decode kernel.
-        buffers: From :func:`partial_buffers`. Requests that do not fit at the same time are computed group by group.
-        scaling: Factor on query-key products.
-        cap: Bound of the tanh (logit cap) on the products, 0 for none.
+    ``queries``: [tokens, query_heads, key_dim]. ``keys``, ``values``: the pool's buffers, [slots, kv_heads, key_dim or value_dim], which contain the
+    new tokens. ``token_table``: int32 [rows, width], slots of each request's tokens. ``blocks``: sizes of the matrix products; smaller ones are
+    used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic of SGLang's decode kernel. ``buffers``: from
+    :func:`partial_buffers`; requests that do not fit at the same time are computed group by group. ``cap``: bound of the tanh (logit cap), or 0.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.

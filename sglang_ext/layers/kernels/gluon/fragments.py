@@ -152,10 +152,7 @@ def value_codes(bits: int) -> tuple[str, str]:
 
 
 def weight_codes(streams: int) -> tuple[str, str]:
-    """From float32 in the layout of a sum, whose lowest bytes are int8: B. 8 x 8 tiles of pairs from two rows are transposed.
-
-    With two streams, also takes a mask. Returns B where the mask is set, and B elsewhere.
-    """
+    """From float32 in the layout of a sum, whose lowest bytes are int8: B, transposed. With two streams, B where a mask is set, and elsewhere."""
     first, second, third, fourth = (f"${streams + place}" for place in range(4))
     lines = [
         "{ .reg .b32 t, u;",

@@ -156,10 +156,7 @@ def _hidden(word, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Numbers of every fourth token from token ``k`` on, as ``numbers_of`` returns them.
-
-    For bfloat16 another conversion is used, and each branch has its own MOVE. Otherwise the compiler would keep earlier results.
-    """
+    """Numbers of every fourth token from token ``k`` on, as ``numbers_of``. A MOVE of its own keeps a branch from reusing earlier results."""
     if PTX and LIKE == tl.bfloat16:
         a, c = quarters(words[0]), quarters(words[1])
         first, second = _hidden(a[k], MOVE), _hidden(c[k], MOVE)
@@ -237,14 +234,13 @@ def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE:
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def encode_tiles(
-    sources, anchors, residuals, slots, bounds, table, tokens, sinks, mu_at, sigma_at, sinks_at, codes_at,
+    sources, anchors, residuals, slots, bounds, table, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at,
     CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr,
     QUADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Encode one row of chunks of QUADS quads of channels of a part: the anchor, and the 8-bit residual unless ``residuals`` is None.
 
-    The first byte of an anchor stream must be 0. It becomes 1 if scales do not cover a chunk. ``bounds`` are from :func:`edges`, ``table`` is
-    from :func:`cells`, float32. STRIDE: elements from one token to the next. PTX: use NVIDIA instructions.
+    An anchor's first byte must be 0. It becomes 1 if scales do not cover a chunk. STRIDE: elements from one token to the next.
     """
     row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * QUADS
     quad = begin + tl.arange(0, QUADS)

@@ -142,7 +142,7 @@ def read_bits(source, begin, place, width, words):
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def count_units(
-    anchors, bounds, units, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
+    anchors, bounds, units, tokens, channels, sinks, scales_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Count the units of each block, int32 [parts, rows, blocks]."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -157,7 +157,7 @@ def count_units(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def write_exact(
-    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, mu_at, sigma_at, codes_at, bits_at,
+    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, scales_at, mu_at, sigma_at, codes_at, bits_at,
     LIKE: tl.constexpr, BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Write the indices of a block, ORed into zeros."""
@@ -177,7 +177,7 @@ def write_exact(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def read_exact(
-    anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, mu_at, sigma_at, sinks_at, codes_at,
+    anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at,
     bits_at, LIKE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Decode the numbers of a block into a pool."""

@@ -202,11 +202,7 @@ class PageLayout:
         return -(-4 * self.rows * self.blocks // UNIT) * UNIT
 
     def is_raw(self, anchor_bytes: int) -> bool:
-        """Whether an anchor stream of this size is a raw page.
-
-        Raises:
-            ValueError: It is not the size of an anchor stream of this layout.
-        """
+        """Whether an anchor stream of this size is a raw page. Raises ValueError if no anchor stream of this layout has this size."""
         if anchor_bytes == self.raw_bytes or anchor_bytes == self.coded_bytes and not self.always_raw:
             return anchor_bytes == self.raw_bytes
         allowed = f"{self.raw_bytes} (raw)" if self.always_raw else f"{self.coded_bytes}, or {self.raw_bytes} (raw)"
@@ -221,11 +217,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class PageTensors:
-    """Tensors whose pages are repeatedly encoded and decoded together. They are checked once.
-
-    Attributes:
-        tensors: [tokens or slots, channels], all of one dtype and shape with the same strides, channels contiguous.
-    """
+    """Tensors whose pages are encoded and decoded together, checked once: [tokens or slots, channels], of one dtype, shape and strides."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -298,11 +290,7 @@ class StreamBatch:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Addresses of tensors, int64 [tensors], on their device.
-
-    Raises:
-        ValueError: An address is not a multiple of ``ALIGNMENT``, so kernels cannot read it.
-    """
+    """Addresses of tensors, int64 [tensors], on their device. Raises ValueError if one is not a multiple of ``ALIGNMENT``."""
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     if torch.any(found % ALIGNMENT):
         raise ValueError(f"addresses {found.tolist()}: tensors must begin at multiples of {ALIGNMENT} bytes; pass a copy")

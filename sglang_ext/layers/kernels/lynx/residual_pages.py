@@ -53,11 +53,7 @@ def _block_bins(
     cells, blocks, inline, table, row, channel, CHANNELS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     SLOTS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """First ordinal of each number's bin, int32 [32, 64], last index of the bin, uint32, and bits of an index, from a page's packed blocks.
-
-    A block holds TOKENS tokens in SLOTS of the page's slots ``blocks``. The slots begin at ``cells``, uint8. For each head, a slot has
-    DIM numbers of LIKE, read here as bytes.
-    """
+    """First ordinal of each number's bin, int32 [32, 64], last index of the bin, uint32, and bits of an index, from a page's packed blocks."""
     SIZE: tl.constexpr = LIKE.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
     PART: tl.constexpr = DIM * BITS // 8

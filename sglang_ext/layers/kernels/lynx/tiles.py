@@ -67,13 +67,10 @@ def _nibbles(low, high, PTX: tl.constexpr):
 def store_plane(
     even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes.
+    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes, from quad ``begin`` on.
 
-    Args:
-        even, odd: int32 [quads, tokens]. ``even`` has the bytes of the first and third channel of a quad, ``odd`` those of the others. Each
-            int32 holds two adjacent tokens. The first token of each pair is every fourth one of a row of chunks, from token ``k`` on.
-        begin: The first quad.
-        inside, inside_next: Masks of the stores, of the first and of the second token.
+    ``even``, ``odd``: int32 [quads, tokens], bytes of the first and third channel of a quad, and of the others, of two adjacent tokens each. The
+    first is every fourth one of a row of chunks, from token ``k`` on. ``inside``, ``inside_next``: masks, of the first and the second token.
     """
     MASK: tl.constexpr = (1 << WIDTH) - 1
     # The codes of two adjacent channels share a byte. With 4 bits, one code is already in position, and the other is shifted beside it.
@@ -196,10 +193,7 @@ def padded_tokens(row, place, tokens, sinks):
 
 @triton.jit
 def load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
-    """Load bit patterns of numbers in slots, four int32 [quads, tokens]. With 16 bits, a word has two numbers and words are repeated.
-
-    Masked elements are undefined.
-    """
+    """Load bit patterns of numbers in slots, four int32 [quads, tokens], undefined if masked. With 16 bits, a word has two numbers."""
     SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 16
     # A 32-bit product widened to 64 bits, plus a thread's own address, is one instruction.
     far = slot.to(tl.int64) * (STRIDE // (4 // SIZE))

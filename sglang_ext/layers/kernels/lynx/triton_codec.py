@@ -61,11 +61,7 @@ def _store_quads(
     codes, rests, out, slots, meanings, mu, sigma, row, quad, inside, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr,
     FEW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode a complete row of chunks without sinks, for codes of 4 bits and numbers of 16 bits.
-
-    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens]. ``mu`` and
-    ``sigma``: float32 [quads], four of each.
-    """
+    """Decode a complete row of chunks without sinks, codes of 4 bits, numbers of 16: [quads, tokens]. ``mu``, ``sigma``: four of each."""
     COUNT: tl.constexpr = 16 if rests is None else 256
     table, four = tl.load(meanings + tl.arange(0, COUNT)), CHANNELS // 8
     for place in range(0, CHUNK, FEW):
@@ -93,14 +89,11 @@ def _store_quads(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def decode_tiles(
-    anchors, residuals, outs, slots, meanings, tokens, sinks, mu_at, sigma_at, sinks_at, codes_at, CHANNELS: tl.constexpr,
+    anchors, residuals, outs, slots, meanings, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at, CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode one row of chunks of PAIRS pairs of channels of a part.
-
-    ``meanings``: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
-    """
+    """Decode one row of chunks of PAIRS pairs of channels of a part. ``meanings``: float32, levels by a code's bits, then the rest's."""
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2
     rests = residuals if residuals is None else at_address(residuals, part, tl.uint8)
@@ -258,5 +251,5 @@ def _grid(layout: PageLayout, parts: int, columns: int) -> tuple[int, int, int]:
 
 
 def _offsets(layout: PageLayout) -> tuple[int, ...]:
-    """Offsets of mu, sigma, sinks and codes."""
-    return tuple(layout.parts[name][0] for name in ("mu", "sigma", "sinks", "codes"))
+    """Offset of the scales, which kernels do not read: without it they would be other, unmeasured code. Then: mu, sigma, sinks, codes."""
+    return HEADER, *(layout.parts[name][0] for name in ("mu", "sigma", "sinks", "codes"))

@@ -1,13 +1,9 @@
 """Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
 
-The first splits of a request read its packed blocks. The other splits read its exact tokens. A second kernel merges the splits by
-log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
-
-The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
-accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. Some blocks have no kernel (:func:`check_readable`).
-
-With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
+The first splits of a request read its packed blocks, the others its exact tokens. A second kernel merges them by log-sum-exp. It keeps
+the outputs of packed and of exact tokens apart if the former must be rotated back. Blocks with sums of codes are multiplied as integers
+(HACK, arXiv 2502.03589) by gluon/integer_blocks.py if :func:`integer_fragments` accepts them, else by integer_attention.py. Other blocks are
+read by gluon/packed_blocks.py if :func:`fragments` accepts them, else by packed_attention.py. Some have no kernel (:func:`check_readable`).
 """
 
 from collections.abc import Callable, Sequence
@@ -274,15 +270,10 @@ def packed_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Args:
-        packing: How blocks are packed.
-        queries: [requests, heads, dim].
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
-        token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
-        rows, lengths: int64 [requests], rows of the table, and slots of each.
-        packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
-        scaling: Factor on query-key products, positive.
-        splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.
+    ``queries``: [requests, heads, dim]. ``keys``, ``values``: one layer's buffers, [slots, kv_heads, dim]. ``token_table``: int32 [rows, width]; a
+    row holds the slots of its blocks, then those of its exact tokens. ``rows``, ``lengths``: int64 [requests], rows of the table, and slots of
+    each. ``packed_slots``: int32 [rows], slots with blocks at the start of each row; 0 for none. ``scaling`` is positive. ``splits``: number of
+    splits of the blocks, and of the exact tokens, which are read in parallel.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU, or no kernel reads such blocks (:func:`check_readable`).
