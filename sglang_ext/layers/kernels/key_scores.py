@@ -281,21 +281,15 @@ def _compute_exact_logits(
 
 
 class LogitsRequest(NamedTuple):
-    """Arguments of a logits kernel for some layers and requests, shared by exact and quantized keys.
+    """Some layers and requests of a logits kernel, for exact and quantized keys: chunks of the longest context, pairs of a layer and a request.
 
-    Attributes:
-        tensors: Scaling factors of the layers, token table, request numbers, logits, and maxima and sums of each chunk.
-        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
-        chunks: Chunks of the longest context.
-        pairs: Pairs of a layer and a request.
-        table_row: Numbers in a row of the token table.
+    ``arguments``: scaling factors of the layers, token table, request numbers, logits, maxima and sums of each chunk; first layer, first
+    request, number of requests, units of PITCH in a row of logits, chunks, and numbers in a row of the token table.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    where: tuple[int, int, int, int]
     chunks: int
     pairs: int
-    table_row: int
+    arguments: tuple[torch.Tensor | int, ...]
 
 
 def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: LogitsRequest) -> None:
@@ -305,16 +299,13 @@ def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: t
 
     def launch(block: dict[str, int]) -> None:
         _compute_exact_logits[(heads, asked.chunks, asked.pairs)](
-            layer_major(queries), key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0),
-            like.stride(1), HEADS=heads, GROUP=group, M=padded_size(group), DIM=dim, PADDED_DIM=padded_size(dim), CHUNK=CHUNK, **block,
+            layer_major(queries), key_table, like, *asked.arguments, like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded_size(group), DIM=dim, PADDED_DIM=padded_size(dim), CHUNK=CHUNK, **block,
         )  # fmt: skip
 
-    def what() -> str:
-        return f"token selection with {shape_name(dim, group, like.dtype)}"
-
-    key = ("choose", group, dim, like.dtype, like.device)
     # Sized so that several programs fit on a multiprocessor.
-    launch_first_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], launch, key, what, "pass --kv-compressor verify-guided")
+    choices, key = BLOCKS if like.itemsize <= 2 else BLOCKS[1:], ("choose", group, dim, like.dtype, like.device)
+    remedy = "pass --kv-compressor verify-guided"
+    launch_first_fitting(choices, launch, key, lambda: f"token selection with {shape_name(dim, group, like.dtype)}", remedy)
 
 
 def layer_major(queries: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,7 @@ class QuantizedKeyTensors:
 
         def launch(block: dict[str, int]) -> None:
             _compute_quantized_logits[(heads * triton.cdiv(shared, rows), asked.chunks, asked.pairs)](
-                queries, self.codes, self.words, *asked.tensors, *asked.where, asked.chunks, asked.table_row, held, HEADS=heads,
+                queries, self.codes, self.words, *asked.arguments, held, HEADS=heads,
                 SHARED=shared, ROWS=rows, DIM=dim, GROUP=self.group, GROUPS=groups, PADDED_GROUPS=padded_groups,
                 PADDED_GROUP=triton.next_power_of_2(self.group), BITS=8 * size // dim, BYTES=size,
                 PADDED_BYTES=max(LEAST_BYTES, triton.next_power_of_2(size)), CHUNK=CHUNK,

@@ -287,7 +287,8 @@ class MarkedTokens:
     Attributes:
         contexts: Contexts of all requests.
         tables: int64 [all layers], addresses of the layers' key buffers; and one of these buffers, [slots, kv_heads, head_dim].
-        where, pairs: As in ``LogitsRequest``.
+        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
+        pairs: Pairs of a layer and a request.
         group: Query heads that share a KV head.
         logit_buffers: Logits, and maxima and sums of each chunk.
         marks: One bit per token, 32 to a word.
@@ -352,7 +353,7 @@ def mark_tokens(
     scores = None if longest <= RESIDENT else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
     marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
     where, left = (layers.start, requests.start, count, pitches), (logits, tops, masses)
-    asked = LogitsRequest((scalings, table, contexts.numbers, *left), where, chunks, pairs, table.stride(0))
+    asked = LogitsRequest(chunks, pairs, (scalings, table, contexts.numbers, *left, *where, chunks, table.stride(0)))
     if coded is None:
         compute_exact_logits(queries.to(like.dtype), key_table, like, asked)
     else:

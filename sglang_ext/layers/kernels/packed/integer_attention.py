@@ -19,14 +19,12 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, scaled_queries, softmax_step, store_split
-from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic
+from sglang_ext.layers.kernels.packed.pack_blocks import ROUNDING, quantize_stochastic
 
 # Codes of rows that are quantized for one product: 8 bits, from the smallest int8 on.
 LAST_CODE, FIRST_CODE = tl.constexpr(255), tl.constexpr(-128)
 # The smallest scale. Numbers that hardly differ all get the first code.
 SMALLEST_SCALE = tl.constexpr(1e-30)
-# Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
-ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 class Partitioned(NamedTuple):

@@ -252,8 +252,6 @@ class PackedBlocks(Protocol):
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
-    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
-
 
 def can_pack(packing: PackedBlocks, buffers: KVBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
