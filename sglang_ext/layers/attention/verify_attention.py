@@ -88,17 +88,10 @@ class VerifyAttention(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
         """Prepare the metadata: the new tokens of each request, and the parts of contexts. Reads only the batch's tensors on the device."""
-        new = forward_batch.spec_info.new_tokens(forward_batch)
-        splits = self.splits(len(new.counts))
-        tokens = VerifyTokens(
-            rows=forward_batch.req_pool_indices,
-            prefixes=new.prefixes,
-            starts=new.starts,
-            counts=new.counts,
-            ends=torch.nn.functional.pad(new.lengths.cumsum(0), (1, 0)),
-            parts=splits.count_for(new.lengths),
-        )
-        rows = max(new.counts) * self.query_heads // self.kv_heads
+        *new, lengths = forward_batch.spec_info.new_tokens(forward_batch)
+        splits, ends = self.splits(len(new[-1])), torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens = VerifyTokens(forward_batch.req_pool_indices, *new, ends=ends, parts=splits.count_for(lengths))
+        rows = max(tokens.counts) * self.query_heads // self.kv_heads
         blocks = EXACT if self.exact_tile else fast_tile(rows, self.key_bytes)
         self.metadata = tokens, splits, blocks, partial_buffers(self._workspace, self.query_heads, self.value_dim, splits)
 

@@ -24,12 +24,9 @@ LARGEST_ROWS, MOST_BLOCKS = 128, 4
 
 @dataclass(frozen=True)
 class RowTile:
-    """Sizes of one program's work.
+    """Sizes of one program's work: rows of a product with a block of keys, a power of 2 of at least 16, and blocks of rows to add up.
 
-    Attributes:
-        rows: Rows of a matrix product with a block of keys, a power of 2 of at least 16.
-        blocks: Blocks of ``rows`` rows whose means one program adds up.
-        stages: Pipeline stages of the key loads; None for Triton's default.
+    ``stages``: pipeline stages of the key loads; None for Triton's default.
     """
 
     rows: int

@@ -158,10 +158,8 @@ def _push_rows(
 class GpuRowExchange(NamedTuple):
     """Arriving rows, and the indices of compressed KV that they take, as in mem_cache/compressed/row_exchange.py:plan_exchange.
 
-    Attributes:
-        counts: int32 [layers, requests, kv_heads], number of arriving tokens.
-        moves: int32 [layers, requests, kv_heads, fresh, 2], indices and positions, ascending by position.
-        slots: int32 [layers, requests, kv_heads, fresh], slots of these tokens at the rank.
+    int32 [layers, requests, kv_heads, ...]: ``counts`` of arriving tokens; ``moves``, [fresh, 2], indices and positions, ascending by position;
+    ``slots``, [fresh], of these tokens at the rank.
     """
 
     counts: torch.Tensor

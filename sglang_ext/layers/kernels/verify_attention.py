@@ -19,13 +19,10 @@ from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting,
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """Sizes of one program's matrix products.
+    """Sizes of one program's matrix products, of rows 0 or powers of 2 of at least 16.
 
-    Attributes:
-        rows: Rows of the first product, a power of 2 of at least 16.
-        more_rows: Rows of a second product over the same keys, 0 or a power of 2 of at least 16.
-        tokens: Context tokens per step.
-        warps, stages: Warps of a program, and pipeline stages of the loads of keys and values.
+    ``rows``: of the first product. ``more_rows``: of a second product over the same keys. ``tokens``: context tokens per step. ``warps``,
+    ``stages``: warps of a program, and pipeline stages of the loads of keys and values.
     """
 
     rows: int
@@ -66,9 +63,7 @@ def tile_choices(blocks: VerifyTile) -> tuple[VerifyTile, ...]:
 class ContextSplits:
     """Number of splits of each row's context.
 
-    Attributes:
-        max_splits: Maximum number of splits, that of the longest context.
-        tile: Tokens of a split. 0 means :attr:`max_splits` splits for every length.
+    ``max_splits``: that of the longest context. ``tile``: tokens of a split. 0 means ``max_splits`` splits for every length.
     """
 
     max_splits: int

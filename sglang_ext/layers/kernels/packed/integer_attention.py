@@ -30,9 +30,7 @@ SMALLEST_SCALE = tl.constexpr(1e-30)
 class Partitioned(NamedTuple):
     """Quantized rows: ``scale * code + zero``, in partitions along the last dimension. The last partition may be shorter.
 
-    Attributes:
-        codes: int8 [..., rows, length].
-        scale, zero, sums: float32 [..., rows, partitions]; ``sums`` are of each partition's codes, integers.
+    ``codes``: int8 [..., rows, length]. ``scale``, ``zero``, ``sums``: float32 [..., rows, partitions]; ``sums`` are of codes, integers.
     """
 
     codes: torch.Tensor

@@ -35,11 +35,8 @@ NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.flo
 class PrefillQueryCodes(NamedTuple):
     """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
 
-    Attributes:
-        codes: int8, one per channel.
-        scales: float32, one per partition.
-        terms: float16, factors of the keys' terms.
-        sums: float32, log2 of the sum of exact tokens' weights.
+    ``codes``: int8, one per channel. ``scales``: float32, one per partition. ``terms``: float16, factors of the keys' terms. ``sums``: float32, log2
+    of the sum of exact tokens' weights.
     """
 
     codes: torch.Tensor
