@@ -19,11 +19,9 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 class QuestGrid(NamedTuple):
     """Division of a batch's page selection into programs.
 
-    Attributes:
-        step_bytes: Bytes of extremes that a program multiplies at once, while those of its next step are loaded to registers.
-        programs: Maximum programs over all requests and heads; beyond it each takes more steps.
-        resident: Maximum bounds that a program keeps in registers, at most 2,048. With more pages it reads them again, CHUNK at once.
-        registers: Maximum registers of a thread; None for no limit.
+    ``step_bytes``: bytes of extremes that a program multiplies at once, while those of its next step are loaded to registers. ``programs``: maximum
+    over all requests and heads; beyond it each takes more steps. ``resident``: maximum bounds that a program keeps in registers, at most 2,048;
+    with more pages it reads them again, CHUNK at once. ``registers``: maximum registers of a thread; None for no limit.
     """
 
     step_bytes: int

@@ -80,12 +80,9 @@ class ContextSplits:
 class VerifyTokens:
     """The new tokens of each request of a batch.
 
-    Attributes:
-        rows, prefixes: int64 [requests], rows of the token table, and tokens before the new ones.
-        starts: int64 [requests + 1], index of each request's first new token among all new tokens.
-        counts: New tokens of each request, on the host.
-        ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
-        parts: int32 [tokens], number of splits of each new token's context.
+    ``rows``, ``prefixes``: int64 [requests], rows of the token table, and tokens before the new ones. ``starts``: int64 [requests + 1], index of each
+    request's first new token among all. ``counts``: new tokens of each request, on the host. ``ends``: int64 [tokens + 1], running sum of the tokens
+    that each new token attends to, from 0. ``parts``: int32 [tokens], number of splits of each new token's context.
     """
 
     rows: torch.Tensor

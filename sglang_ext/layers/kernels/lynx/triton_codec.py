@@ -146,7 +146,7 @@ def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) 
 def write_streams(
     parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None
 ) -> None:
-    """As ``pytorch_codec.write_streams``. The first byte of each anchor must be 0, and in memory filled with zeros, the gaps stay so."""
+    """As ``pytorch_codec.write_streams``. The first byte of each anchor must be 0."""
     device, warps = parts.tensors[0].device, QUADS // 32
     encode_tiles[_grid(layout, len(parts.tensors), 4 * QUADS)](
         parts.table, anchors_at.addresses, None if rest_at is None else rest_at.addresses, slots, device_table(edges, layout.bits, device),
@@ -251,5 +251,5 @@ def _grid(layout: PageLayout, parts: int, columns: int) -> tuple[int, int, int]:
 
 
 def _offsets(layout: PageLayout) -> tuple[int, ...]:
-    """Offset of the scales, which kernels do not read: without it they would be other, unmeasured code. Then: mu, sigma, sinks, codes."""
+    """Offsets of the header's end, mu, sigma, sinks and codes. Kernels do not read the first; without it their compiled code would change."""
     return HEADER, *(layout.parts[name][0] for name in ("mu", "sigma", "sinks", "codes"))
