@@ -9,6 +9,7 @@ import torch
 from sglang.srt.configs import model_config
 
 from sglang_ext.doctor import checks
+from sglang_ext.layers.kernels import gpu_launch
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -36,7 +37,7 @@ def test_kernels_are_named_by_what_they_take(monkeypatch):
 
 
 def test_what_does_not_compile_for_a_gpu_is_named(monkeypatch):
-    monkeypatch.setattr(packed_decode, "capability", lambda keys: (7, 5))
+    monkeypatch.setattr(gpu_launch, "capability", lambda keys: (7, 5))
     found = checks.packed_kernels(128, 4, torch.float16, device="cpu")
     assert found["not on this GPU"] == ["hack"] and not any("Gluon" in kernels for kernels in found)
 
