@@ -235,11 +235,9 @@ def check_kernels(model: "ModelConfig | Check") -> list[Check]:
 def packed_kernels(dim: int, group: int, dtype: torch.dtype) -> dict[str, list[str]]:
     """Group the packing methods that work on a GPU by the kernels that read and write their compressed KV, for one shape of heads."""
     from sglang_ext.layers.attention.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
+    from sglang_ext.layers.kernels.gpu_launch import multiplies_integers
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
-    from sglang_ext.layers.kernels.packed.packed_decode import (
-        fragments,
-        multiplies_integers,
-    )
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments
 
     if not SMALLEST_HEAD <= dim <= LARGEST_HEAD:
         return {"not for such heads": list(catalogue.on_gpu())}
@@ -255,7 +253,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype) -> dict[str, list[s
         if packing.keys.sums and not multiplies_integers(keys):
             found.setdefault("not on this GPU", []).append(name)
             continue
-        reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
+        reader = "Gluon" if fragments(packing, keys, group) else "Triton"
         writer = "a kernel" if can_pack(packing, buffers) else "PyTorch"
         found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
     return found

@@ -1,8 +1,10 @@
 """Packed copies in a small pool, and what they mean, computed without the code under test."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -16,6 +18,27 @@ from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.QUANTIZERS[name].bits]
 # Those that have kernels.
 KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
+
+
+def on_gpu(tensor, monkeypatch, capability):
+    """What code that asks a tensor for its device and shape sees of it on an NVIDIA GPU with a compute capability; None for the tensor itself."""
+    if capability is None:
+        return tensor
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return SimpleNamespace(
+        is_cuda=True, device=tensor.device, dtype=tensor.dtype, shape=tensor.shape, stride=tensor.stride, element_size=tensor.element_size
+    )
+
+
+def record_launches(monkeypatch):
+    """The kernels that are launched from now on, which do nothing: their names and positional arguments."""
+    launched = []
+
+    def run(self, *given, grid, warmup, **options):
+        launched.append((self.__name__, given))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return launched
 
 
 def divides(name, dim):

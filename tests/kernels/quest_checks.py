@@ -57,7 +57,7 @@ class Paged:
 
     def write_extremes(self, slots):
         """As forwards that wrote to ``slots``."""
-        from sglang_ext.layers.kernels.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.kv_copies import bound_pages
 
         extremes = self.begins.extremes
         bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
@@ -221,7 +221,7 @@ def check_in_graph(device):
     queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def step():
-        from sglang_ext.layers.kernels.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.kv_copies import bound_pages
 
         found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
         bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)

@@ -81,7 +81,7 @@ class PageExtremes(KeyDerivedData):
         if not len(slots):
             return
         if slots.is_cuda:
-            from sglang_ext.layers.kernels.quest_pages import bound_pages
+            from sglang_ext.layers.kernels.kv_copies import bound_pages
 
             bound_pages(self._table, self._keys[0], slots, self.held, self.page)
             return
