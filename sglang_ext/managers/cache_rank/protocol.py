@@ -66,7 +66,7 @@ class BufferShape(RankMessage):
         most: Maximum selected tokens of a KV head.
         places: Staging slots, each for one block of keys in transfer.
         rows: Values are transferred too, and K and V of selected tokens are sent back.
-        fresh: With ``rows``: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        fresh: With ``rows``: maximum rows of a layer and KV head in one reply. Otherwise 0.
         packs: Packs of layers that a lane can have, each with its own words and selection requests: 1, or one for each layer.
     """
 
@@ -87,27 +87,16 @@ class BufferShape(RankMessage):
         """Return the index of the words of a lane's pack that begins at layer ``first``."""
         return lane * self.packs + first
 
+    def numbers(self, entry: int, count: int) -> tuple[int, slice]:
+        """Return the lane of a pack, and where its first ``count`` numbers are in the lane's ``chosen`` or ``records``."""
+        lane, first = divmod(entry, self.packs)
+        begin = first * self.kv_heads * self.most
+        return lane, slice(begin, begin + count)
 
-class PackRegion(NamedTuple):
-    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
-
-    Attributes:
-        lane: Lane of the request.
-        first: First layer.
-        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
-        pairs: Index of the pack's first pair of layer and KV head.
-    """
-
-    lane: int
-    first: int
-    numbers: int
-    pairs: int
-
-    @classmethod
-    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
-        """Return the region of the pack whose words have this index."""
-        lane, first = divmod(entry, shape.packs)
-        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
+    def pairs(self, entry: int, layers: int) -> tuple[int, slice]:
+        """Return the lane of a pack of ``layers`` layers, and the indices of its pairs of layer and KV head."""
+        lane, first = divmod(entry, self.packs)
+        return lane, slice(first * self.kv_heads, (first + layers) * self.kv_heads)
 
 
 class BufferRegion(NamedTuple):
@@ -174,11 +163,8 @@ class ExchangeLayout(NamedTuple):
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a view of each region, in order, of ``memory``, uint8 [size]."""
-        found = []
-        for begin, sizes, dtype in self[:-1]:
-            size = math.prod(sizes) * dtype.itemsize
-            found.append(memory[begin : begin + size].view(dtype).view(sizes))
-        return tuple(found)
+        bounds = ((part, part.begin + math.prod(part.sizes) * part.dtype.itemsize) for part in self[:-1])
+        return tuple(memory[part.begin : end].view(part.dtype).view(part.sizes) for part, end in bounds)
 
 
 class RotaryParameters(RankMessage):
@@ -192,14 +178,10 @@ class Attach(RankMessage, tag="attach"):
     """The first message to a cache rank: its configuration.
 
     Attributes:
-        version: Version of this protocol.
-        epoch: Epoch of the process.
-        shape: Sizes of the shared memory.
         blocks: Maximum blocks of keys that the rank holds.
         scaling: Factor on query-key products, by layer.
         predictor: Name of the predictor of the query that scores tokens (mem_cache/selection/predictors.py).
         sinks, recent: Numbers of first and newest tokens that are always selected.
-        turning: The rotary embedding.
         bits: Bits of the keys that the rank scores; 16 for the exact keys.
         arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU; empty on a CPU, where the process inherits a descriptor.
         apart: The cache rank's GPU differs from the inference rank's, so kernels of the cache rank may wait on it.
@@ -256,12 +238,10 @@ class SelectionRequest(RankMessage, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
-    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A selection
-    request may follow one of the same pack that was not answered in time. Only the reply to the newest one is applied.
+    rows of selected tokens that are not among them. A selection request may follow one of the same pack that was not answered in time.
+    Only the reply to the newest one is applied.
 
     Attributes:
-        lane: Lane of the request.
-        first, count: The pack of layers.
         sequence: Sequence number in the lane's pack, ascending. Its parity selects the slot of the queries and of the reply.
         covered: Selection is among the first ``covered`` tokens.
         keep: Tokens to select for each KV head.
@@ -313,7 +293,6 @@ class SelectionReply(RankMessage, tag="answer"):
     """Outcome of a :class:`SelectionRequest`: selected tokens are in the exchange buffer, or a newer selection request replaced it.
 
     Attributes:
-        epoch: Epoch of the process.
         lane, first, count, sequence: Copied from the selection request.
         chosen: Tokens were selected.
         seconds: Duration of the selection. On a GPU it includes keys that arrived with the request, but not keys that arrived between
@@ -360,20 +339,12 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """Decode a message of an inference rank.
-
-    Raises:
-        ProtocolError: The frame is not a message of this version.
-    """
+    """Decode a message of an inference rank, or raise :class:`ProtocolError`."""
     return _decode(_to_rank, frame)
 
 
 def decode_from_rank(frame: bytes) -> FromRank:
-    """Decode a message of a cache rank.
-
-    Raises:
-        ProtocolError: The frame is not a message of this version.
-    """
+    """Decode a message of a cache rank, or raise :class:`ProtocolError`."""
     return _decode(_from_rank, frame)
 
 
