@@ -280,10 +280,8 @@ class CacheRankClient(AsyncSelector):
 
     def forget_all(self) -> None:
         self.flush_all()
-        self._records.clear()
-        self._last_due_step.clear()
-        for row in list(self._requests):
-            self._close_lease(row)
+        for row in {*self._requests, *self._records, *self._last_due_step}:
+            self.forget(row)
 
     def end(self) -> None:
         """End all rank processes."""

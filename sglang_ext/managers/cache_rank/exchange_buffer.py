@@ -24,6 +24,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class ExchangeBuffer:
     def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
         self.shape, self.rank_device, self.device = shape, rank_device, device
         self._epoch, self.number, self._announced, self._by_kernels = 0, 0, 0, device.type == "cuda"
-        layout, self.handle, self.descriptor = ExchangeLayout.from_shape(shape), b"", None
+        layout, self.handle, self.descriptor = ExchangeLayout(shape), b"", None
         if self._by_kernels:
             check_peer_access(device, torch.device(rank_device))
             memory, self.handle = _allocate_on_gpu(layout.size, device)
@@ -222,14 +223,11 @@ class ExchangeBuffer:
 
     def apply_selections(self, copies: Sequence[SelectionTarget], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
         """Apply the selections that arrive within ``seconds`` in total: write pointers, or with rows the received rows."""
-        device, first, numbers = self.heads.device, 0, []
-        for copy in copies:
-            numbers.append([*copy[:5], first])
-            first += len(copy.slots)
         if self._by_kernels:
             from sglang_ext.layers.kernels.exchange_kernels import wait_for_selections, write_selected_pointers
 
-            there = to_device(numbers, device)
+            device, firsts = self.heads.device, accumulate((len(copy.slots) for copy in copies), initial=0)
+            there = to_device([[*copy[:5], first] for copy, first in zip(copies, firsts)], device)
             hits, most = wait_for_selections(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
             targets = torch.cat([copy.slots for copy in copies])
             if self.shape.rows:

@@ -19,20 +19,11 @@ import torch
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
-from sglang_ext.managers.cache_rank.protocol import (
-    BLOCK,
-    MAX_LANES,
-    MAX_PLACES,
-    MOST_BLOCKS,
-    VERSION,
-    Attach,
-    BufferShape,
-    ExchangeLayout,
-    RotaryParameters,
-)  # fmt: skip
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, BufferShape, ExchangeLayout, RotaryParameters
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
@@ -109,16 +100,16 @@ def build_attach(
         dim=dim,
         dtype=str(keys.dtype).removeprefix("torch."),
         window=spade.window,
-        lanes=min(requests, MAX_LANES),
+        lanes=min(requests, protocol.MAX_LANES),
         most=max(1, most),
-        places=min(MAX_PLACES, max(LEAST_PLACES, math.ceil(STAGING_BYTES / block_bytes))),
+        places=min(protocol.MAX_PLACES, max(LEAST_PLACES, math.ceil(STAGING_BYTES / block_bytes))),
         rows=held.rows,
     )
     return Attach(
-        version=VERSION,
+        version=protocol.VERSION,
         epoch=1,
         shape=shape,
-        blocks=min(blocks, MOST_BLOCKS),
+        blocks=min(blocks, protocol.MOST_BLOCKS),
         scaling=buffers.scaling,
         predictor=spade.predictor.name,
         sinks=spade.sinks,
@@ -152,7 +143,7 @@ def connect_gpu_ranks(
     links = [RankLink(told, ExchangeBuffer(told.shape, device, f"cuda:{gpu}"), GPU_SILENCE_SECONDS) for gpu in gpus]
     logger.info(
         "sglang-ext: cache ranks on GPU %s, the model on GPU %d; exchange buffers of %.0f MB each, for %d concurrent requests",
-        ", ".join(map(str, gpus)), device.index, ExchangeLayout.from_shape(told.shape).size / 1e6, told.shape.lanes,
+        ", ".join(map(str, gpus)), device.index, ExchangeLayout(told.shape).size / 1e6, told.shape.lanes,
     )  # fmt: skip
     warn_if_few_lanes(told.shape.lanes * len(gpus), requests)
     if rows:
@@ -170,14 +161,14 @@ def fit_shape(shape: BufferShape, size: int) -> BufferShape:
 
     def most_of(name: str, least: int, most: int) -> BufferShape:
         def bytes_of(number: int) -> int:
-            return ExchangeLayout.from_shape(msgspec.structs.replace(shape, **{name: number})).size
+            return ExchangeLayout(msgspec.structs.replace(shape, **{name: number})).size
 
         fit = bisect_right(range(least, most + 1), size, key=bytes_of)
         return msgspec.structs.replace(shape, **{name: least + max(0, fit - 1)})
 
     if shape.rows:
         of_values = 2 * shape.layers * BLOCK * shape.kv_heads * shape.dim * getattr(torch, shape.dtype).itemsize
-        places = min(MAX_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
+        places = min(protocol.MAX_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
         shape = msgspec.structs.replace(shape, places=places)
         shape = most_of("fresh", -(-shape.most // LEAST_FRESH), shape.most)
     return most_of("lanes", 1, shape.lanes)
@@ -269,7 +260,8 @@ class CacheRanks(Feature):
             wait_until_ready(links, "requests read their full KV until one is ready")
             # A timeline file holds events of one kind.
             file = None if options.has_progressive_transfer(args) else args.kv_bench_timeline
-            self._client = LayerwiseClient(links, *given, timeline=PackTimeline(file))
+            client = self._client = LayerwiseClient(links, *given)
+            client.timeline = PackTimeline(file)
         return self._client
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:

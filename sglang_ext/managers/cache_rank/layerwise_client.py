@@ -12,20 +12,16 @@ events of each pack, for benchmarks.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
 
 from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.leases import RankRequest
-from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
+from sglang_ext.managers.cache_rank.rank_link import Pack, RankUnavailable
 from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource
-from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
+from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 # Bytes of a position in the exchange buffer.
 POSITION_BYTES = 4
@@ -78,12 +74,7 @@ class PackTimeline:
 class LayerwiseClient(CacheRankClient):
     """Client that publishes and applies the selections of packs of layers within steps. ``timeline`` records the events of the packs."""
 
-    def __init__(
-        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        timeline: PackTimeline = PackTimeline(None),
-    ):  # fmt: skip
-        super().__init__(links, method, token_table, buffers, queries)
-        self.timeline = timeline
+    timeline = PackTimeline(None)
 
     def compile_kernels(self) -> None:
         """A CPU has no kernels to compile."""

@@ -5,7 +5,6 @@ Requests with a common prefix share full blocks of keys. A block's name is a has
 (:func:`block_hashes`). Slots would not identify a block, because they change when full KV is freed or moved.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -57,7 +56,7 @@ class RankRequest:
 
     leases: "KeyLeases"
     lane: int
-    sequences: Counter[int]
+    sequences: list[int]
     blocks: list[int] = field(default_factory=list)
     names: Sequence[bytes] = ()
     held: int = 0
@@ -88,7 +87,7 @@ class KeyLeases:
         self._lanes = list(reversed(range(attach.shape.lanes)))
         self._free = list(reversed(range(attach.blocks)))
         self._readers = [0] * attach.blocks
-        self._sequences = [Counter[int]() for _ in range(attach.shape.lanes)]
+        self._sequences = [[0] * attach.shape.packs for _ in range(attach.shape.lanes)]
         self._by_name: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
 

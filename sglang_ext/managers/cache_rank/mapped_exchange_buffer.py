@@ -13,17 +13,7 @@ import torch
 
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
-from sglang_ext.managers.cache_rank.protocol import (
-    BLOCK,
-    CHOSEN,
-    DONE,
-    LANE_WORDS,
-    QUESTION_NUMBERS,
-    BufferRegion,
-    BufferShape,
-    ExchangeLayout,
-    StagedTokens,
-)  # fmt: skip
+from sglang_ext.managers.cache_rank.protocol import BLOCK, CHOSEN, DONE, LANE_WORDS, QUESTION_NUMBERS, BufferShape, ExchangeLayout, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
@@ -46,7 +36,7 @@ class MappedExchangeBuffer:
     """
 
     def __init__(self, shape: BufferShape, device: torch.device, handle: bytes, descriptor: int | None):
-        self.shape, self._device, self._layout = shape, device, ExchangeLayout.from_shape(shape)
+        self.shape, self._device, self._layout = shape, device, ExchangeLayout(shape)
         self._item = getattr(torch, shape.dtype).itemsize
         self._copy_stream = SideStream(device)
         self._base = open_ipc_handle(handle, device) if descriptor is None else None
@@ -54,9 +44,6 @@ class MappedExchangeBuffer:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
             self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
             self._values, self._records, *self._row_regions = rows
-
-    def _address(self, part: BufferRegion) -> int:
-        return self._base + part.begin
 
     def read_words(self) -> Words:
         """Return the written word, and the words of each lane. Waits for the device."""
@@ -83,7 +70,7 @@ class MappedExchangeBuffer:
         out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
         # Allocate before the device waits: a new pinned allocation would wait for the device.
         host = out if self._device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
-        read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
+        read_words(self._base + self._layout.heads.begin, self._base + self._layout.written.begin, out, asked, there, least, seconds)
         if host is out:
             return lambda: _words(out)
         # On a second stream, because the next kernels would otherwise wait for the copy.
@@ -105,17 +92,15 @@ class MappedExchangeBuffer:
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
         steps = 2 * of_place, of_place
-        found = self._gather(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
+        found = self._gather(self._layout.queries.begin, asked, shape.layers, count * of_query, shape.window * of_query, steps)
         return found.view(getattr(torch, shape.dtype)).view(len(asked), shape.layers, count, shape.query_heads, shape.dim)
 
-    def _gather(
-        self, part: BufferRegion, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]
-    ) -> torch.Tensor:
-        """Copy rows of a region's lanes, int32 [requests, rows, length]. Other arguments as :func:`~.exchange_kernels.gather_rows`'s."""
+    def _gather(self, begin: int, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]) -> torch.Tensor:
+        """Copy rows of the lanes of a region from byte ``begin`` on: int32 [requests, rows, length]. Other arguments as the kernel's."""
         from sglang_ext.layers.kernels.exchange_kernels import gather_rows
 
         found = torch.empty(len(asked), rows, length, dtype=torch.int32, device=self._device)
-        gather_rows(self._address(part), asked, found, length, apart, steps)
+        gather_rows(self._base + begin, asked, found, length, apart, steps)
         return found
 
     def pull(self, pulls: Sequence[StagedTokens], into: torch.Tensor, values: bool = False) -> None:
@@ -132,7 +117,7 @@ class MappedExchangeBuffer:
         token, part = self.shape.kv_heads * self.shape.dim * self._item, self._layout.values if values else self._layout.keys
         told, layers = to_device(list(pulls), self._device), self.shape.layers
         words = int32_words(token), int32_words(BLOCK * token), int32_words(into.stride(0) * self._item)
-        pull_blocks(self._address(part), into.data_ptr(), told, layers, *words)
+        pull_blocks(self._base + part.begin, into.data_ptr(), told, layers, *words)
 
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
         """Write the selections of published selection requests: positions, int32 [layers, requests, kv_heads, most]."""
@@ -145,14 +130,14 @@ class MappedExchangeBuffer:
         from sglang_ext.layers.kernels.exchange_kernels import push_chosen
 
         to = self._layout.chosen
-        push_chosen(chosen, asked, there, self._address(to), math.prod(to.sizes[2:]))
+        push_chosen(chosen, asked, there, self._base + to.begin, math.prod(to.sizes[2:]))
 
     def records(self, asked: torch.Tensor, most: int) -> torch.Tensor:
         """Copy the positions that compressed KV holds: int32 [requests, numbers], [layers, kv_heads, keep] at the beginning. Heads keep
         at most ``most`` tokens."""
         shape, part = self.shape, self._layout.records
         # Numbers after a shorter record are undefined.
-        return self._gather(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
+        return self._gather(part.begin, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
         self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
@@ -167,7 +152,7 @@ class MappedExchangeBuffer:
         from sglang_ext.layers.kernels import row_exchange
 
         layout, (finding, sending), tables, kept = self._layout, streams, (held.key_table, held.value_table), []
-        targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
+        targets = tuple(self._base + part.begin for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
         most = records.shape[1] // (self.shape.layers * self.shape.kv_heads)
         for part in parts:
             with finding.after(part.there):
@@ -212,7 +197,7 @@ class MappedExchangeBuffer:
         if self._base is not None:
             from sglang_ext.layers.kernels.exchange_kernels import answer
 
-            answer(self._address(self._layout.heads), asked, there)
+            answer(self._base + self._layout.heads.begin, asked, there)
             return
         for _, (lane, word, keep) in _published(asked, there):
             if keep:

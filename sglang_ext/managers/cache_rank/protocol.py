@@ -107,8 +107,8 @@ class BufferRegion(NamedTuple):
     dtype: torch.dtype
 
 
-class ExchangeLayout(NamedTuple):
-    """Regions of the exchange buffer, which both sides compute from the shape.
+class ExchangeLayout:
+    """Regions of the exchange buffer, which both sides compute from the shape. A pair is one of layer and KV head.
 
     Attributes:
         heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
@@ -118,52 +118,40 @@ class ExchangeLayout(NamedTuple):
         chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
         values: Like ``keys``. This and the following are empty if no values are sent.
         records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
-        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
+        counts: int32 [lanes, pairs], rows of a reply.
         moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
         row_keys, row_values: [lanes, pairs, fresh, dim].
         size: Total bytes.
     """
 
-    heads: BufferRegion
-    written: BufferRegion
-    queries: BufferRegion
-    keys: BufferRegion
-    chosen: BufferRegion
-    values: BufferRegion
-    records: BufferRegion
-    counts: BufferRegion
-    moves: BufferRegion
-    row_keys: BufferRegion
-    row_values: BufferRegion
-    size: int
+    def __init__(self, shape: BufferShape):
+        dtype, lanes, pairs = getattr(torch, shape.dtype), shape.lanes, shape.layers * shape.kv_heads
+        block = shape.layers, BLOCK, shape.kv_heads, shape.dim
+        chosen, places, row_lanes = (0, shape.places, lanes) if shape.rows else (pairs * shape.most, 0, 0)
+        self._regions: list[BufferRegion] = []
+        self._end = 0
+        self.heads = self._add((lanes * shape.packs, LANE_WORDS), torch.int64)
+        self.written = self._add((8,), torch.int64)
+        self.queries = self._add((lanes, 2, shape.layers, shape.window, shape.query_heads, shape.dim), dtype)
+        self.keys = self._add((shape.places, *block), dtype)
+        self.chosen = self._add((lanes, 2, chosen), torch.int32)
+        self.values = self._add((places, *block), dtype)
+        self.records = self._add((row_lanes, pairs * shape.most), torch.int32)
+        self.counts = self._add((row_lanes, pairs), torch.int32)
+        self.moves = self._add((row_lanes, pairs, shape.fresh, 2), torch.int32)
+        self.row_keys = self._add((row_lanes, pairs, shape.fresh, shape.dim), dtype)
+        self.row_values = self._add((row_lanes, pairs, shape.fresh, shape.dim), dtype)
+        self.size = -(-self._end // GRAIN) * GRAIN
 
-    @classmethod
-    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
-        """Compute the layout for ranks of this shape."""
-        dtype, by_lane, begin, regions = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
-        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
-        if not shape.rows:
-            chosen, places, lanes = pairs * shape.most, 0, 0
-        for sizes, kind in (
-            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
-            ((8,), torch.int64),
-            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
-            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((*by_lane, chosen), torch.int32),
-            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((lanes, pairs * shape.most), torch.int32),
-            ((lanes, pairs), torch.int32),
-            ((lanes, pairs, shape.fresh, 2), torch.int32),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-        ):
-            regions.append(BufferRegion(begin, sizes, kind))
-            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
-        return cls(*regions, -(-begin // GRAIN) * GRAIN)
+    def _add(self, sizes: tuple[int, ...], dtype: torch.dtype) -> BufferRegion:
+        """Append a region, which begins at a multiple of 256 bytes."""
+        self._regions.append(BufferRegion(self._end, sizes, dtype))
+        self._end += -(-math.prod(sizes) * dtype.itemsize // 256) * 256
+        return self._regions[-1]
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a view of each region, in order, of ``memory``, uint8 [size]."""
-        bounds = ((part, part.begin + math.prod(part.sizes) * part.dtype.itemsize) for part in self[:-1])
+        bounds = ((part, part.begin + math.prod(part.sizes) * part.dtype.itemsize) for part in self._regions)
         return tuple(memory[part.begin : end].view(part.dtype).view(part.sizes) for part, end in bounds)
 
 

@@ -10,6 +10,7 @@ import zmq
 from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
 from rank_socket import serve
+from waiting import until
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
@@ -99,8 +100,8 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
         world.step()
     world.until_places_are_free()
     signalled(link.pid, signal.SIGKILL)
-    while link._process.socket.poll(0, zmq.POLLOUT):
-        time.sleep(0.01)
+    # Threads of a process may end after it.
+    until(lambda: link._process.ended is not None and not link._process.socket.poll(0, zmq.POLLOUT))
     world.step()
     assert not link.ready and not link.has_free_place
     world.step(), world.step()

@@ -478,10 +478,10 @@ def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
 
 def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
     shape = attach().shape
-    small = ExchangeLayout.from_shape(shape).size
+    small = ExchangeLayout(shape).size
     assert fit_shape(shape, small) == shape
     many = fit_shape(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
-    assert 1 < many.lanes < 4096 and ExchangeLayout.from_shape(many).size <= 64 << 20
+    assert 1 < many.lanes < 4096 and ExchangeLayout(many).size <= 64 << 20
     assert fit_shape(shape, 1).lanes == 1
     with pytest.raises(ValueError, match="a row of 6 bytes"):
         int32_words(6)
