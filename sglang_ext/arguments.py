@@ -12,17 +12,16 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A
 
 from sglang_ext import command_line
-from sglang_ext.config import options
+from sglang_ext.config import model_folder, options
 from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+from sglang_ext.hooks import activation as hooking
 
 
 @dataclasses.dataclass
 class CheckedServerArgs(KVServerArgs):
-    """Server arguments that are parsed, checked and resolved.
-
-    In mode ``full``, the default, only the flags of ``progressive`` transfers are checked.
+    """Server arguments that are parsed, checked and resolved. In mode ``full``, the default, only flags of ``progressive`` transfers are checked.
 
     Raises:
         OptionError: A flag is out of range, unknown or cannot be combined, or the model is not supported. The message names the value, the
@@ -64,14 +63,10 @@ class CheckedServerArgs(KVServerArgs):
             # Errors of the operating system have a number. Those of Hugging Face's library, for a model that it does not find, have none.
             if error.errno is not None:
                 raise
-            from sglang_ext.config import model_folder
-
             raise model_folder.unreadable_model(self.model_path, error) from error
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        from sglang_ext.hooks import activation as hooking
-
         hooking.activate_frontend(self.kv_mode)
 
     def check_lora_server_args(self) -> None:

@@ -47,8 +47,7 @@ def exit_on_refusal(step: Callable[Params, Returned]) -> Callable[Params, Return
 def exit_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
     """Hook around SGLang's error for a scheduler that ended before it was ready. SGLang's function waits for the process to end.
 
-    Raises:
-        SystemExit: With code 2 if the scheduler refused an option. It has printed which.
+    If the scheduler refused an option, and has printed which, this raises ``SystemExit`` with code 2.
     """
     error = died(rank, proc)
     if proc.exitcode == EXIT_CODE:
@@ -78,12 +77,9 @@ def check_address(host: str, port: int) -> None:
 
 
 def sample_request(url: str, takes_text: bool = True, has_key: bool = False) -> str:
-    """Return a shell command that requests 16 tokens after a prompt that is long enough to draft.
+    """Return a shell command that requests 16 tokens from a server or router at ``url``, after a prompt that is long enough to draft.
 
-    Args:
-        url: URL of the server or of a router.
-        takes_text: The server has a tokenizer. Otherwise the prompt is token ids.
-        has_key: The server requires an API key, which the command takes from the environment.
+    Without ``takes_text``, as from a server without tokenizer, the prompt is token ids. An API key (``has_key``) is taken from the environment.
     """
     key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
     # Within the body, single quotes end before the text that the shell replaces, and begin again after it.

@@ -8,25 +8,18 @@ interrupted run can be resumed. FOLDER/work contains samples and may be deleted 
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.scores import FitRecord, model_folder, model_key
-from sglang_ext.tools import CommandError, check_folder, exit_code
+from sglang_ext.tools import CommandError, check_folder, exit_code, show_progress
 from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
-# Seconds between two lines of one task.
-EVERY = 15.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,10 +72,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
         advance = begin("networks", layers, "layers")
         predictor = fit(sampler, training, parts, layers, torch.device(args.device), lambda: advance(1))
     predictor.write(args.out)
-    _print_quality(predictor.fitted, console)
+    print_quality(predictor.fitted, console)
 
 
-def _print_quality(fitted: FitRecord, console: Console) -> None:
+def print_quality(fitted: FitRecord, console: Console) -> None:
+    """Print the errors of each layer, and a warning if some layers predict nothing."""
     title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
     table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):
@@ -98,41 +92,6 @@ def _print_quality(fitted: FitRecord, console: Console) -> None:
             f"{fitted.texts} were learned from), --network linear, or fewer --epochs",
             style="yellow", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-
-
-@contextmanager
-def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
-    """Yield a function that begins a task, given its name, total and unit. It returns a function that advances the task by a count."""
-    if not console.is_terminal:
-        yield partial(_print_progress, console)
-        return
-    unit = TextColumn("{task.fields[unit]}")
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-
-        def begin(name: str, total: int, unit: str) -> Callable[[int], None]:
-            task = progress.add_task(name, total=total, unit=unit)
-            return lambda count: progress.advance(task, count)
-
-        yield begin
-
-
-def _print_progress(console: Console, name: str, total: int, unit: str) -> Callable[[int], None]:
-    """Print a task's progress as lines: at its start, every :data:`EVERY` seconds, and at its end. Return the function that advances it."""
-    done, begun = 0, time.monotonic()
-    told = begun
-
-    def advance(count: int) -> None:
-        nonlocal done, told
-        done, now = done + count, time.monotonic()
-        if count and done < total and now - told < EVERY:
-            return
-        told, seconds = now, now - begun
-        left = f", about {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
-        console.print(f"{name}: {done} of {total} {unit}, {seconds:.0f} s{left}", markup=False, highlight=False, soft_wrap=True)
-
-    advance(0)
-    return advance
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from sglang_ext.config.combinations import BACKEND_OPTION, HAS_PROGRESSIVE_TRANS
 from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
+from sglang_ext.hooks import activation as hooking
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.prefix_store.backend import UNIT, check_url
@@ -70,12 +71,8 @@ def check_device(args: KVServerArgs) -> None:
 def check_resolved(args: KVServerArgs) -> None:
     """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options. Set those of a prefix store.
 
-    Raises:
-        OptionError: The attention backend or the model is not supported, a predictor belongs to another model, preferred sampling
-            parameters are wrong, or this host has too little memory.
-        HookError: A hooked function has unexpected parameters.
+    Raises ``OptionError`` for an option, a model or a host with too little memory, ``HookError`` if a hooked function has other parameters.
     """
-    from sglang_ext.hooks import activation as hooking
     from sglang_ext.hooks import frontend
     from sglang_ext.managers import served_methods
     from sglang_ext.mem_cache.host_tier import host_memory
@@ -111,8 +108,6 @@ def _check_store_pages(args: KVServerArgs) -> None:
 
 def _check_transfer(args: KVServerArgs) -> None:
     """Check the flags of the transfer backend ``progressive`` with SGLang's, the files that they name, and the hooks."""
-    from sglang_ext.hooks import activation as hooking
-
     for refusal in disaggregation_options.PROGRESSIVE:
         refusal.check(args, BACKEND_OPTION)
     if args.kv_bench_codec is not None:

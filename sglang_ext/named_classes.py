@@ -22,12 +22,7 @@ Base = TypeVar("Base")
 
 
 def load_class(value: str, setting: str, base: type[Base]) -> type[Base]:
-    """Load the class that ``value`` names.
-
-    Args:
-        value: MODULE:CLASS, as :data:`NAMED` matches it.
-        setting: The flag and its value, with which messages begin.
-        base: The class that it derives from.
+    """Load the subclass of ``base`` that ``value`` names as :data:`NAMED`. Messages begin with ``setting``, the flag and its value.
 
     Raises:
         OptionError: The module cannot be imported, or has no such class. The message has the remedy.
@@ -45,11 +40,7 @@ def load_class(value: str, setting: str, base: type[Base]) -> type[Base]:
 
 
 def import_named(module: str, setting: str) -> ModuleType:
-    """Import a module.
-
-    Args:
-        module: Its name.
-        setting: The flag and its value, with which messages begin.
+    """Import a module. Messages begin with ``setting``, the flag and its value.
 
     Raises:
         OptionError: There is no such module, or it raises. The message has the remedy.
@@ -66,11 +57,7 @@ def import_named(module: str, setting: str) -> ModuleType:
 
 
 def import_file(path: str, setting: str) -> ModuleType:
-    """Run a Python file as the module :func:`file_module`, once. Arguments and errors as :func:`import_named`'s.
-
-    Raises:
-        OptionError: There is no such file, or it raises. The message has the remedy.
-    """
+    """Run a Python file as the module :func:`file_module`, once. Messages and errors as :func:`import_named`'s."""
     module_name = file_module(path)
     if module_name in sys.modules:
         return sys.modules[module_name]

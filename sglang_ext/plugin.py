@@ -8,6 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_ext.config.options import BACKEND
+from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+from sglang_ext.hooks import activation as hooking, table, transfer_table
+
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 
@@ -15,23 +21,17 @@ ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 
 def register() -> None:
-    """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend.
-
-    Does nothing in a fork with the series of ``patches/``, which contains all of it.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from sglang_ext.arguments import CheckedServerArgs
-    from sglang_ext.hooks.activation import is_patched_fork, register_transfer
-
-    if is_patched_fork():
+    """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend. A patched fork contains them."""
+    if hooking.is_patched_fork():
         return
+    from sglang_ext.arguments import CheckedServerArgs
+
     HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
         engine.Engine.server_args_class = CheckedServerArgs
-    register_transfer()
+    hooking.register(table.KV_CLASS_HOOK)
     register_backends()
 
 
@@ -41,7 +41,6 @@ def register_backends() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
@@ -62,8 +61,6 @@ def register_transfer_backend() -> None:
     from sglang.srt import server_args
     from sglang.srt.disaggregation.utils import TransferBackend
 
-    from sglang_ext.config.options import BACKEND
-
     if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
         server_args.add_disagg_transfer_backend_choices([BACKEND])
     if BACKEND not in TransferBackend._value2member_map_:
@@ -76,8 +73,6 @@ def register_transfer_backend() -> None:
 
 def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
     """Hook around ``get_kv_class``: returns the classes of this backend, or SGLang's own for other backends."""
-    from sglang_ext.config.options import BACKEND
-
     if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -87,14 +82,13 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
     stock = {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}
     if class_type in stock:
         return stock[class_type]
-    from sglang_ext.hooks.activation import activate_transfer
     from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
     from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 
     if class_type is KVClassType.MANAGER:
         # Once per scheduler process, before its first request.
-        activate_transfer()
+        hooking.activate(transfer_table.TRANSFER_HOOKS)
     ours = {
         KVClassType.MANAGER: ProgressiveManager,
         KVClassType.SENDER: ProgressiveSender,

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.compressors.kvzip import MIN_MATCH, ScoreFile, ScoreFileError, ScoredDocument, write_scores
 from sglang_ext.mem_cache.scores import model_folder, model_key
-from sglang_ext.tools import CommandError, check_folder, exit_code
+from sglang_ext.tools import CommandError, check_folder, exit_code, show_progress
 from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
 
 
@@ -81,12 +80,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
         return
     encode, suffix = partial(tokenizer.encode, add_special_tokens=False), beginning.suffix(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
+    with show_progress(console) as begin:
         for file, (tokens, document) in documents.items():
             # Each token is computed once, and repeated once.
-            task = progress.add_task(file.name, total=2 * len(tokens))
-            advance = partial(progress.advance, task)
+            advance = begin(file.name, 2 * len(tokens), "tokens")
             write_scores(args.out, document, reconstruction_scores(model, encode, tokens, suffix, how, advance))
 
 

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,16 +201,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="FOLDER", help="model of the servers; a config.json is enough for most steps (default: Qwen3-8B shapes)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, steps: Mapping[str, Step] = STEPS) -> int:
     """Run the steps of the command line. Returns 0 if all succeeded, else 1."""
     if args.list:
-        for name, step in STEPS.items():
+        for name, step in steps.items():
             print(f"{name:16} {step.gpus} GPU{'s' * (step.gpus > 1)}, {step.limit} s: {step.command}")
         return 0
     groups = [group.split("+") for group in args.steps]
-    unknown = sorted({name for group in groups for name in group} - set(STEPS))
+    unknown = sorted({name for group in groups for name in group} - set(steps))
     if unknown:
-        raise CommandError(f"unknown steps {', '.join(unknown)}: pass some of {', '.join(STEPS)}; --list prints their commands")
+        raise CommandError(f"unknown steps {', '.join(unknown)}: pass some of {', '.join(steps)}; --list prints their commands")
     if not groups:
         raise CommandError("no step is named: pass STEP, or --list for all names")
     if not (ROOT / "tests").is_dir():
@@ -220,19 +221,13 @@ def run(args: argparse.Namespace) -> int:
     succeeded: list[bool] = []
     for group in groups:
         with ThreadPoolExecutor(len(group)) as pool:
-            succeeded += pool.map(lambda name: run_step(name, model, out), group)
+            succeeded += pool.map(lambda name: run_step(name, steps[name], model, out), group)
     return 0 if all(succeeded) else 1
 
 
-def run_step(name: str, model: Path, out: Path) -> bool:
-    """Run a step, and print its end and the last lines of its log. Returns whether it succeeded.
-
-    Args:
-        name: Name of the step.
-        model: Model folder of its servers.
-        out: Folder for its log and figures.
-    """
-    step, log, started = STEPS[name], out / f"{name}.log", time.monotonic()
+def run_step(name: str, step: Step, model: Path, out: Path) -> bool:
+    """Run a step with a model folder, and print its end and the last lines of its log, in the folder ``out``. Returns whether it succeeded."""
+    log, started = out / f"{name}.log", time.monotonic()
     command = step.command.format(model=shlex.quote(str(model)), out=shlex.quote(str(out / name)))
     with log.open("w") as file:
         file.write(f"$ {command}\n")

@@ -12,7 +12,6 @@ from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.serving import auto_cells
 from sglang_ext_bench.speed import decode_wave
 
-
 DRAFT_LENGTHS = {"stock": 0, "auto": 3, "15": 15}
 # Seconds of a round, and between the chunks of its burst, on the clock of the test.
 ROUND, CHUNK = 0.05, 0.0001

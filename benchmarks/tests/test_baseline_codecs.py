@@ -6,15 +6,17 @@ from transfer_helpers import LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings
-from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec, compile_kernels, make_codec
+from sglang_ext.managers.kv_transfer.progressive.compatibility import (
+    bench_codec,
+    compile_kernels,
+    make_codec,
+)
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings, Stream
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.baselines.quantized_codec import QuantizedCodec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL = LayerRange(0, LAYERS)
 # Heads as models have them: 30 layers, 3 heads of 64.
 SHAPE = 30, 64, 3, 64
 CLASSES = {name: bench_codec(value) for name, value in CODECS.items()}
@@ -51,13 +53,13 @@ def test_both_sides_have_the_same_numbers_at_the_pages_slots_and_touch_no_other(
     for tokens, start in ((64, 0), (1, 64), (33, 128)):
         source, target, again = make_pool(dtype), make_pool(dtype, seed=1), make_pool(dtype, seed=1)
         codec = codec_of(name, source)
-        encoded = codec.encode(PlacedPage(start, slots(tokens, 0)), ALL)
-        assert encoded.residual is None and not codec.most_bytes(Stream.RESIDUAL, ALL)
-        assert bytes(encoded.anchor) == bytes(codec.encode_anchor(PlacedPage(start, slots(tokens, 0)), ALL))
-        assert len(encoded.anchor) <= codec.most_bytes(Stream.ANCHOR, ALL)
+        encoded = codec.encode(PlacedPage(start, slots(tokens, 0)))
+        assert encoded.residual is None and not codec.most_bytes(Stream.RESIDUAL)
+        assert bytes(encoded.anchor) == bytes(codec.encode_anchor(PlacedPage(start, slots(tokens, 0))))
+        assert len(encoded.anchor) <= codec.most_bytes(Stream.ANCHOR)
         there = slots(tokens, 5)
         for pool in (target, again):
-            codec_of(name, pool).write_anchor(PlacedPage(start, there), ALL, encoded.anchor)
+            codec_of(name, pool).write_anchor(PlacedPage(start, there), encoded.anchor)
         assert torch.equal(rows(target, there), rows(again, there))
         others = torch.ones(SLOTS, dtype=torch.bool)
         others[there] = False
@@ -106,26 +108,26 @@ def test_numbers_without_a_code_are_refused_by_name(name):
     pool = make_pool()
     pool.keys[1][slots(8, 0)[3], 2] = float("nan")
     with pytest.raises(LinkError, match=f"not finite: codec {name} .*--kv-reference exact"):
-        codec_of(name, pool).encode(PlacedPage(0, slots(8, 0)), ALL)
+        codec_of(name, pool).encode(PlacedPage(0, slots(8, 0)))
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("cut", [lambda data: data[:-1], lambda data: data[:3], lambda data: data + bytes(16)], ids=["less", "short", "more"])
 def test_streams_of_another_size_are_refused(name, cut):
     codec, page = codec_of(name, make_pool()), PlacedPage(0, slots(64, 0))
-    anchor = codec.encode(page, ALL).anchor
+    anchor = codec.encode(page).anchor
     with pytest.raises(LinkError):
-        codec.write_anchor(page, ALL, memoryview(cut(bytes(anchor))))
+        codec.write_anchor(page, memoryview(cut(bytes(anchor))))
     with pytest.raises(LinkError, match="no residuals"):
-        codec.write_residual(page, ALL, anchor, memoryview(b"12"))
+        codec.write_residual(page, anchor, memoryview(b"12"))
 
 
 def test_symbols_that_are_no_code_are_refused():
     codec, page = codec_of("cachegen", make_pool()), PlacedPage(0, slots(64, 0))
-    data = bytearray(codec.encode(page, ALL).anchor)
+    data = bytearray(codec.encode(page).anchor)
     data[-48:] = bytes(48)
     with pytest.raises(LinkError, match="symbols"):
-        codec.write_anchor(page, ALL, memoryview(bytes(data)))
+        codec.write_anchor(page, memoryview(bytes(data)))
 
 
 def test_a_peer_with_another_codec_is_refused_by_name():
@@ -158,10 +160,10 @@ def test_short_names_are_those_that_both_ends_compare(name):
 @pytest.mark.parametrize("name", CODECS)
 def test_kernels_are_compiled_with_slot_0_alone(name):
     pool = make_pool(torch.bfloat16)
-    for tensor in pool.tensors(0, LAYERS):
+    for tensor in pool.tensors:
         tensor[0] = float("nan")
     before = rows(pool, torch.arange(1, SLOTS))
-    compile_kernels(codec_of(name, pool), ALL, True)
+    compile_kernels(codec_of(name, pool), True)
     assert torch.equal(rows(pool, torch.arange(1, SLOTS)), before)
 
 

@@ -10,7 +10,13 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.tools import CommandError
 from sglang_ext_bench import __main__ as bench
 from sglang_ext_bench.attention import command
-from sglang_ext_bench.attention.setting import AttentionShape, FullKV, QuantizedKV, exactly, relative_error
+from sglang_ext_bench.attention.setting import (
+    AttentionShape,
+    FullKV,
+    QuantizedKV,
+    exactly,
+    relative_error,
+)
 
 SMALL = ("--device", "cpu", "--contexts", "300", "--batch", "2", "--prefill", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
 

@@ -122,7 +122,7 @@ def test_a_draft_length_of_one_is_a_bar_and_no_drafts_no_plot(tmp_path, drawn):
 def test_one_budget_is_no_axis_of_bytes(drawn, tmp_path, budgets, bars):
     lines = tuple(plots.Line(name, tuple((budget, 0.5) for budget in budgets)) for name in ("verified snapkv", "lossy snapkv"))
     with drawing.png(tmp_path / "q.png", (7, 5), Heading("t", "s")) as axes:
-        plots._draw(axes, plots.Panel("p", lines, level=0.6))
+        plots.draw_panel(axes, plots.Panel("p", lines, level=0.6))
     assert len(axes.patches) == bars and set(legend(axes)) == {"verified snapkv", "lossy snapkv", "stock"}
 
 

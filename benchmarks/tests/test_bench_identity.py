@@ -2,23 +2,26 @@
 
 import argparse
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench_helpers import STATS, make_config, parse
+from bench_helpers import make_config, parse
+from launched import LaunchedServer, Launches
 
 from sglang_ext.config.method_options import resolve_budget
 from sglang_ext.tools import CommandError
 from sglang_ext_bench import report
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.client import Generation, SamplingSettings
+from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.comparing import arms, identity
 from sglang_ext_bench.comparing.arms import control_arms, stock_arm, verified_arms
 from sglang_ext_bench.comparing.compare import Comparison, LogprobDifference
 from sglang_ext_bench.comparing.identity_config import config_from
 from sglang_ext_bench.comparing.verdict import Rules, judge
 from sglang_ext_bench.prompts import Prompt
-
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -117,50 +120,60 @@ class TestConfig:
         assert SamplingSettings().as_json(4) == expected
 
 
-class FakeServer:
-    """A fake ServerProcess whose outputs repeat the last prompt token. It records all calls."""
+class FakeServers:
+    """The servers of a run, whose outputs repeat the last prompt token. It records all calls.
 
-    log: list[tuple[object, ...]] = []
-    broken: set[str] = set()
-    wrong_prompts: set[int] = set()
+    Attributes:
+        log: The calls.
+        broken: Flags with which a server does not start.
+        wrong_prompts: Last tokens of the prompts whose verified outputs are wrong.
+        passed: Seconds that each request takes, on the clock of the test.
+    """
 
-    def __init__(self, model: str, arguments: tuple[str, ...], *_: object) -> None:
-        self.arguments = arguments
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.broken: set[str] = set()
+        self.wrong_prompts: set[int] = set()
+        self.passed = 0.0
+        self.now = 0.0
 
-    def __enter__(self) -> "FakeServer":
-        FakeServer.log.append(("start", self.arguments))
-        if self.broken & set(self.arguments):
-            raise CommandError("the server ended\ndetails")
-        return self
+    def make(self, flags: tuple[str, ...], env: Mapping[str, str], log: Path) -> "FakeServer":
+        return FakeServer(self, flags, env, log)
 
-    def __exit__(self, *_: object) -> None:
-        FakeServer.log.append(("stop",))
+
+class FakeServer(LaunchedServer):
+    def __init__(self, servers: FakeServers, flags: tuple[str, ...], env: Mapping[str, str], log: Path) -> None:
+        super().__init__(flags, env, log)
+        self.servers = servers
+        servers.log.append(("start", flags))
+
+    def can_start(self) -> bool:
+        return not self.servers.broken & set(self.flags)
 
     def flush_cache(self) -> None:
-        FakeServer.log.append(("flush",))
+        self.servers.log.append(("flush",))
 
-    def generate(
-        self, input_ids: tuple[int, ...], sampling: SamplingSettings, new_tokens: int, top_logprobs: int = 0
-    ) -> Generation:
-        FakeServer.log.append(("ask", input_ids, new_tokens, top_logprobs))
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        input_ids, new_tokens, top = tuple(body["input_ids"]), body["sampling_params"]["max_new_tokens"], body.get("top_logprobs_num", 0)
+        self.servers.log.append(("ask", input_ids, new_tokens, top))
+        self.servers.now += self.servers.passed
         # A stock server with another batch shape has log-probabilities that differ by 0.01.
-        shift = 0.01 if "--chunked-prefill-size" in self.arguments else 0.0
-        rows = (((7, -0.5 - shift), (8, -1.5), (9, -2.5)),) * new_tokens if top_logprobs else None
-        is_verified = "verified" in self.arguments
-        ids = list((input_ids[-1],) * new_tokens)
-        if is_verified and input_ids[-1] in self.wrong_prompts:
-            ids[-1] = 0
-        return Generation(tuple(ids), rows, STATS if is_verified else None)
+        shift = 0.01 if "--chunked-prefill-size" in self.flags else 0.0
+        ids, meta = [input_ids[-1]] * new_tokens, {}
+        if top:
+            meta["output_top_logprobs"] = [[[-0.5 - shift, 7, None], [-1.5, 8, None], [-2.5, 9, None]]] * new_tokens
+        if "verified" in self.flags:
+            meta |= {"kv_verifies": 4, "kv_drafts": 7, "kv_accepted": 4, "kv_accept_length": 2.0, "kv_accept_histogram": [1, 2, 1]}
+            if input_ids[-1] in self.servers.wrong_prompts:
+                ids[-1] = 0
+        return {"output_ids": ids, "meta_info": meta}
 
 
 @pytest.fixture
-def fake_server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
-    monkeypatch.setattr(arms, "ServerProcess", FakeServer)
-    monkeypatch.setattr(arms, "generate", FakeServer.generate)
-    monkeypatch.setattr(FakeServer, "log", [])
-    monkeypatch.setattr(FakeServer, "broken", set())
-    monkeypatch.setattr(FakeServer, "wrong_prompts", set())
-    return FakeServer
+def fake_server(launches: Launches) -> FakeServers:
+    servers = FakeServers()
+    launches.make = servers.make
+    return servers
 
 
 class TestRun:
@@ -170,43 +183,44 @@ class TestRun:
         console = report.make_console()
         return identity.run_config(make_config(**changes), self.prompts, tmp_path, console)[0]
 
-    def test_stock_runs_once_for_all_settings(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_stock_runs_once_for_all_settings(self, fake_server: FakeServers, tmp_path: Path) -> None:
         found = self.run(tmp_path, budgets=(0.5, 0.25), concurrency=(1, 2))
         starts = [entry[1] for entry in fake_server.log if entry[0] == "start"]
         assert ["full" in arguments for arguments in starts] == [True, False, False]
         assert [each.setting.concurrency for each in found] == [1, 2, 1, 2]
         assert all(each.identical == 3 for each in found)
 
-    def test_cold_flushes_before_each_batch(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_cold_flushes_before_each_batch(self, fake_server: FakeServers, tmp_path: Path) -> None:
         self.run(tmp_path, concurrency=(2,))
         kinds = [entry[0] for entry in fake_server.log]
         assert kinds[:6] == ["start", "flush", "ask", "ask", "flush", "ask"]
 
-    def test_warm_sends_one_token_first(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_warm_sends_one_token_first(self, fake_server: FakeServers, tmp_path: Path) -> None:
         self.run(tmp_path, cache="warm")
         asked = [entry[1:] for entry in fake_server.log if entry[0] == "ask"]
         assert [entry[:2] for entry in asked[:4]] == [((1,), 1), ((1,), 4), ((2,), 1), ((2,), 4)]
 
-    def test_arm_that_fails_spares_the_others(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_arm_that_fails_spares_the_others(self, fake_server: FakeServers, tmp_path: Path) -> None:
         fake_server.broken.add("bad")
         bad, good = self.run(tmp_path, compressors=("bad", "good"))
-        assert {result.error for result in bad.results} == {"verified: the server ended"}
+        assert {result.error for result in bad.results} == {"verified: the server ended with code 1 while it started"}
         assert good.identical == 3
 
-    def test_stock_arm_that_fails_ends_the_run(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_stock_arm_that_fails_ends_the_run(self, fake_server: FakeServers, tmp_path: Path) -> None:
         fake_server.broken.add("full")
         with pytest.raises(CommandError, match="the server ended"):
             self.run(tmp_path)
 
     def test_progress_is_told_now_and_then(
-        self, fake_server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, fake_server: FakeServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 0.0)
+        monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + fake_server.now)
+        fake_server.passed = arms.PROGRESS_SECONDS
         self.run(tmp_path)
         lines = capsys.readouterr().out.splitlines()
         assert lines[:3] == ["stock: starting", "stock: 1 of 3 responses", "stock: 2 of 3 responses"]
         assert lines[3].startswith("stock: 3 responses")
-        monkeypatch.setattr(arms, "PROGRESS_SECONDS", 60.0)
+        fake_server.passed = 0.0
         self.run(tmp_path)
         assert " of 3 responses" not in capsys.readouterr().out
 
@@ -239,12 +253,12 @@ class TestRefusedAtOnce:
         ],
     )
     def test_before_a_server_starts(
-        self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+        self, fake_server: FakeServers, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
     ) -> None:
         assert reason in self.refused(capsys, *words)
         assert fake_server.log == []
 
-    def test_a_model_that_is_not_there(self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_a_model_that_is_not_there(self, fake_server: FakeServers, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert "--model /proc/nope: no such folder" in self.refused(capsys, model="/proc/nope")
         assert "this folder has no config.json" in self.refused(capsys, model=str(tmp_path))
         assert fake_server.log == []
@@ -265,7 +279,7 @@ class TestControls:
     def run(self, tmp_path: Path, **changes: object) -> tuple[list[Comparison], Rules]:
         return identity.run_config(make_config(**changes), self.prompts, tmp_path, report.make_console())
 
-    def test_controls_run_before_the_verified_arms(self, fake_server: type[FakeServer], tmp_path: Path) -> None:
+    def test_controls_run_before_the_verified_arms(self, fake_server: FakeServers, tmp_path: Path) -> None:
         found, _ = self.run(tmp_path, control_arms=self.controls)
         labels = [each.setting.label for each in found]
         assert labels == [
@@ -275,7 +289,7 @@ class TestControls:
         ]
 
     def test_auto_tolerance_is_ten_times_the_controls_largest_difference(
-        self, fake_server: type[FakeServer], tmp_path: Path
+        self, fake_server: FakeServers, tmp_path: Path
     ) -> None:
         found, rules = self.run(tmp_path, control_arms=self.controls, margin_tolerance="auto")
         assert rules.margin_tolerance == pytest.approx(0.1)
@@ -283,7 +297,7 @@ class TestControls:
 
     @pytest.mark.parametrize(("margin_tolerance", "failed"), [(2.0, 0), (0.5, 1), ("auto", 1)])
     def test_a_difference_is_judged_by_the_tolerance(
-        self, fake_server: type[FakeServer], tmp_path: Path, margin_tolerance: float | str, failed: int
+        self, fake_server: FakeServers, tmp_path: Path, margin_tolerance: float | str, failed: int
     ) -> None:
         fake_server.wrong_prompts.add(2)
         changes = {"control_arms": self.controls, "margin_tolerance": margin_tolerance}
@@ -292,7 +306,7 @@ class TestControls:
 
     @pytest.mark.parametrize("logprobs", [False, True])
     def test_verified_arms_are_asked_for_logprobs_on_demand_and_stock_always(
-        self, fake_server: type[FakeServer], tmp_path: Path, logprobs: bool
+        self, fake_server: FakeServers, tmp_path: Path, logprobs: bool
     ) -> None:
         found, _ = self.run(tmp_path, control_arms=self.controls, logprobs=logprobs)
         asked = [entry[3] for entry in fake_server.log if entry[0] == "ask"]
@@ -300,26 +314,25 @@ class TestControls:
         assert (found[-1].max_logprob_difference is not None) == logprobs
 
     def test_control_run_compares_logprobs_of_stock_with_stock(
-        self, fake_server: type[FakeServer], tmp_path: Path
+        self, fake_server: FakeServers, tmp_path: Path
     ) -> None:
         (found,), rules = self.run(tmp_path, control=True, compressors=(), budgets=())
         assert found.max_logprob_difference is not None and rules.judges_control
 
-    @pytest.mark.parametrize(("wrong", "code"), [(set(), 0), ({2}, 1)])
+    @pytest.mark.parametrize(("wrong", "code"), [(set(), 0), ({ord("b")}, 1)])
     def test_command_writes_the_verdict_and_ends_with_its_code(
         self,
-        fake_server: type[FakeServer],
+        fake_server: FakeServers,
         tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         char_tokenizer: None,
         wrong: set[int],
         code: int,
     ) -> None:
         fake_server.wrong_prompts |= wrong
-        monkeypatch.setattr(identity, "load_prompts", lambda path, tokenizer: self.prompts)
-        path = tmp_path / "r.json"
-        words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "snapkv", "--budget", "0.5"]
+        path, prompts = tmp_path / "r.json", tmp_path / "p.jsonl"
+        prompts.write_text("".join(f'{{"text": "{letter}"}}\n' for letter in "abc"))
+        words = ["--model", "m", "--prompts", str(prompts), "--output-len", "4", "--compressor", "snapkv", "--budget", "0.5"]
         words += ["--dtype", "bfloat16", "--control-arm", "--chunked-prefill-size 512", "--json", str(path)]
         assert main(["identity", *words]) == code
         found = json.loads(path.read_text())

@@ -7,12 +7,16 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import LaunchedServer
 
+from sglang_ext.managers.kv_transfer.transfer_metrics import (
+    TransferEvent,
+    TransferTimeline,
+)
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.jobs import command, sending
+from sglang_ext_bench.jobs import sending
 from sglang_ext_bench.jobs.results import Job, Phases, job_phases, summarize, tables
 from sglang_ext_bench.jobs.sending import ServerQueues, arrival_times
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent, TransferTimeline
 
 ROOM = 7
 KINDS = ("expected", "computed", "encoded", "anchor", "complete")
@@ -67,21 +71,16 @@ def test_figures_are_of_all_jobs_and_phases_of_none_where_one_has_none():
     assert lines[-1] == "- mooncake_tcp: jobs take 0.75 of raw's time" and "25%" in lines[3]
 
 
-class FakeServer:
-    """Responds after a moment, and writes the events of a real server to the timeline."""
+class FakeServer(LaunchedServer):
+    """Responds after a moment, and writes the events of a real server to the timeline. ``breaks`` breaks off its longer responses."""
 
     used = (30, 120)
+    breaks = False
 
-    def __init__(self, role, file):
-        self.role, self.file = role, file
+    def flag(self, name):
+        return self.flags[self.flags.index(name) + 1]
 
-    def describe_log(self):
-        return "log"
-
-    def flush_cache(self):
-        """Do nothing: the fake server has no cache."""
-
-    def request(self, path, timeout):
+    def request(self, path):
         assert path == "v1/loads?include=core"
         return {"loads": [{"num_used_tokens": self.used[0], "max_total_num_tokens": self.used[1]}]}
 
@@ -90,44 +89,34 @@ class FakeServer:
         return {}
 
     def stream(self, path, body):
-        line = TransferTimeline(self.file)
+        line = TransferTimeline(self.flag("--kv-bench-timeline"))
         for kind in KINDS:
             line.add_event(body["bootstrap_room"], kind)
         time.sleep(0.01)
-        for tokens in (1, body["sampling_params"]["max_new_tokens"]):
+        most = body["sampling_params"]["max_new_tokens"]
+        for tokens in (1,) if self.breaks and most == 5 else (1, most):
             yield {"meta_info": {"completion_tokens": tokens}}
+        # The usage of pools is read meanwhile.
+        time.sleep(2 * sending.POLL_SECONDS)
 
 
-class FakeServers:
-    """A fake server for each set of flags."""
+class FailingServer(FakeServer):
+    """Those with int8 break off."""
 
-    made = []
-
-    def __init__(self, model, flags, logs, name, port, start_timeout):
-        self.of = {role: [FakeServer(role, logs / f"{name}-timeline.jsonl") for _ in each] for role, each in flags.items()}
-        self.made.append((name, flags))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def room(self, prefill):
-        return {"bootstrap_room": time.monotonic_ns(), "bootstrap_port": prefill}
+    @property
+    def breaks(self):
+        return "int8" in self.log.name
 
 
 @pytest.fixture
-def faked(tmp_path, monkeypatch, checked_here):
+def faked(tmp_path, launches, checked_here):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    monkeypatch.setattr(command, "ServersApart", FakeServers)
-    monkeypatch.setattr(sending, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(FakeServers, "made", [])
+    launches.make = FakeServer
     return ["jobs", "--model", str(tmp_path)]
 
 
-def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsys):
+def test_the_first_method_says_which_rate_all_are_sent_at(faked, launches, tmp_path, capsys):
     out = tmp_path / "out.json"
     wanted = ["--method", "raw,int8", "--servers", "2:1", "--jobs", "6", "--context-len", "64,128", "--output-len", "5"]
     assert main([*faked, *wanted, "--json", str(out)]) == 0
@@ -140,34 +129,32 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     assert all(len(each["phases"]) == len(Phases._fields) for each in report["jobs"]) and report["figures"][0]["peak"] == [30, 120]
     shown = capsys.readouterr().out
     assert "2 prefill and 1 decode servers, 10 Gbit/s, 6 jobs" in shown and "- int8: jobs take" in shown
-    flags = dict(FakeServers.made)["int8-2-1-10"]
+    made = [server for server in launches.made if server.log.name.startswith("int8-2-1-10-")]
+    flags = {role: [server.flags for server in made if server.flag("--disaggregation-mode") == role] for role in ("prefill", "decode")}
     assert len(flags["prefill"]) == 2 and "--kv-link-gbps" in flags["prefill"][0] and "--kv-link-gbps" not in flags["decode"][0]
+    assert all(server.ended for server in launches.made)
     # Decode servers publish the usage of their pool in each round.
     interval = "--load-snapshot-publish-interval"
     assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
 
 
-def test_a_server_that_tells_nothing_of_its_pool_yet_uses_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(sending, "POLL_SECONDS", 0.001)
-    server, looks = FakeServer("decode", tmp_path), []
-    monkeypatch.setattr(server, "request", lambda path, timeout: looks.append(path) or {"loads": []})
-    with sending.PoolUsageMonitor([server]) as used:
+def test_a_server_that_tells_nothing_of_its_pool_yet_uses_none():
+    looks = []
+
+    class Silent:
+        def request(self, path, timeout):
+            looks.append(path)
+            return {"loads": []}
+
+    with sending.PoolUsageMonitor([Silent()]) as used:
         ends = time.monotonic() + 5
         while len(looks) < 3 and time.monotonic() < ends:
             time.sleep(0.001)
     assert len(looks) >= 3 and used.peak == (0, 0)
 
 
-def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypatch, capsys, tmp_path):
-    whole = FakeServer.stream
-
-    def stream(server, path, body):
-        if "int8" in server.file.name and body["sampling_params"]["max_new_tokens"] == 5:
-            yield {"meta_info": {"completion_tokens": 1}}
-        else:
-            yield from whole(server, path, body)
-
-    monkeypatch.setattr(FakeServer, "stream", stream)
+def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, launches, capsys, tmp_path):
+    launches.make = FailingServer
     wanted = ["--method", "raw,int8,int4", "--rate", "0", "--jobs", "2", "--context-len", "64", "--output-len", "5"]
     assert main([*faked, *wanted, "--json", str(tmp_path / "out.json")]) == 1
     assert "a job ended after 1 of 5 tokens" in capsys.readouterr().out
@@ -176,13 +163,13 @@ def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypa
     assert report["left"] == []
 
 
-def test_a_run_that_is_ended_leaves_what_it_measured(faked, monkeypatch, tmp_path):
-    def enter(servers):
-        if servers.made[-1][0].startswith("int4"):
+def test_a_run_that_is_ended_leaves_what_it_measured(faked, launches, tmp_path):
+    def make(flags, env, log):
+        if log.name.startswith("int4"):
             raise KeyboardInterrupt
-        return servers
+        return FakeServer(flags, env, log)
 
-    monkeypatch.setattr(FakeServers, "__enter__", enter)
+    launches.make = make
     wanted = ["--method", "raw,int8,int4,bf16", "--rate", "0", "--jobs", "2", "--context-len", "64", "--output-len", "5"]
     with pytest.raises(KeyboardInterrupt):
         main([*faked, *wanted, "--json", str(tmp_path / "out.json")])

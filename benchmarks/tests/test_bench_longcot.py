@@ -1,23 +1,24 @@
 """``sglang-ext-bench longcot``: the paper's operations, pack times of a timeline, the compared servers, and whole runs with fake servers."""
 
 import json
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import LaunchedServer
 
 from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.scoring import ScoringInputs
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.baselines import SELECTORS
+from sglang_ext_bench.baselines.scoring_inputs import ScoringInputs
 from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
+from sglang_ext_bench.options import file_name
 from sglang_ext_bench.speed.decode_wave import Stream
 
 CONFIG = {
@@ -221,45 +222,29 @@ def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
     assert [look.taken for look in looks[:3]] == [1, 2, 3] and looks[0].at < looks[1].at
 
 
-@pytest.fixture
-def served_by(monkeypatch):
-    """Lets a context manager take the place of servers, whose flags are noted and not checked."""
-
-    def use(server, checked=None):
-        noted = {} if checked is None else checked
-        monkeypatch.setattr(command.settings, "server", server)
-        monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: noted.update(servers))
-
-    return use
-
-
 @pytest.mark.parametrize("mode", ["lossy", "verified"])
-def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, served_by, mode):
+def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(tmp_path, monkeypatch, launches, checked_here, mode):
     """As in SGLang's overlap scheduler: a round's tokens are sent when the next round has run, the last round's with those before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     step, drafts = 0.01, 7
 
     def streams(server, prompts, sampling, tokens, *more):
-        size = 1 if "--kv-mode" not in server.flags else 4 if mode == "lossy" else drafts + 1
+        size = 1 if "--kv-mode" not in server.command else 4 if mode == "lossy" else drafts + 1
         ends = [1, *range(1 + size, tokens, size), tokens]
         return [Stream([step * ends[min(place + 1, len(ends) - 1)] for place in range(len(ends))], ends) for _ in prompts]
 
-    @contextmanager
-    def server(args, setting, logs):
-        yield SimpleNamespace(flags=setting.arguments)
-
-    served_by(server)
     monkeypatch.setattr(serving.decode_wave, "run", streams)
-    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,quest", "--mode", mode, "--draft-length", str(drafts), "--load", "2:64:16"]
+    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,quest", "--mode", mode, "--draft-length", str(drafts), "--load", "2:128:48"]
     assert main([*asked, "--output-len", "9,17", "--json", str(tmp_path / "out.json")]) == 0
     for each in json.loads((tmp_path / "out.json").read_text())["results"]:
         assert each["token_ms"] == pytest.approx([1000 * step] * 2), each["name"]
 
 
-class NoServer:
+class FakeServer(LaunchedServer):
     """Sends 4 tokens at a time. With a timeline, it writes the events of an inference rank."""
 
-    def __init__(self, flags):
+    def __init__(self, flags, env, log):
+        super().__init__(flags, env, log)
         self.file = flags[flags.index("--kv-bench-timeline") + 1] if "--kv-bench-timeline" in flags else None
         self.drafts = "verified" in flags
 
@@ -278,46 +263,35 @@ class NoServer:
             yield {"meta_info": {"completion_tokens": tokens, **meta}}
 
 
-def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys, monkeypatch, served_by):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-
-    @contextmanager
-    def server(args, setting, logs):
-        yield NoServer(setting.arguments)
-
-    served_by(server)
-    parts = [flops.StepPartTime("load", part, 0.5) for part in ("scoring pages", "attention")]
-    monkeypatch.setattr(command.flops, "time_step_parts", lambda shape, load, device: parts)
+def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys, launches, checked_here):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 64, "intermediate_size": 64}))
+    launches.make = FakeServer
     found = main([
-        "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16",
+        "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:128:48",
         "--output-len", "8,16", "--draft-length", "4", "--pack-layers", "10", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
     ])  # fmt: skip
     out = capsys.readouterr().out
-    assert found == 0 and "batch 2, 64 tokens, 16 selected" in out
-    assert "30 of 40, 0.75" in out and "| scoring pages | 500.000 | 50% |" in out
+    assert found == 0 and "batch 2, 128 tokens, 48 selected" in out
+    assert "30 of 40, 0.75" in out and all(f"| {part} | " in out for part in ("scoring pages", "attention", "linear layers"))
     # Packs of 12 layers by 10 at most have 6.
     assert "| server | load | layers served |" in out
-    assert "| spade-ranks verified 16 packs of up to 10 | batch 2, 64 tokens, 16 selected | 6 |" in out
+    assert "| spade-ranks verified 48 packs of up to 10 | batch 2, 128 tokens, 48 selected | 6 |" in out
     measured = json.loads((tmp_path / "out.json").read_text())
     assert [each["method"] for each in measured["results"]] == ["stock", "spade-ranks"] and len(measured["packs"]) == 1
     assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
 
 
-def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, served_by):
+def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, launches, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    checked, started = {}, []
-
-    @contextmanager
-    def server(args, setting, logs):
-        started.append((setting.name, command.settings.flags_of(args, setting)))
-        yield NoServer(setting.arguments)
-
-    served_by(server, checked)
+    checked = {}
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens, prompts: checked.update(servers))
+    launches.make = FakeServer
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8", "--draft-length", "4"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out
     assert "| spade-ranks lossy |" in out and "Per pack of layers" not in out
-    assert list(checked.items()) == started and len(started) == 3, "what is checked is what starts"
+    started = [(server.log.stem, server.flags) for server in launches.made]
+    assert [(file_name(name), flags) for name, flags in checked.items()] == started and len(started) == 3, "what is checked is what starts"
     assert main([*asked, "--server-arg=--device cpu"]) == 0
     assert "Per pack of layers" in capsys.readouterr().out
 

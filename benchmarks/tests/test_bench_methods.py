@@ -1,15 +1,15 @@
 """``sglang-ext-bench methods``: requests name their method, acceptance is counted by kind of text, and a second run measures missing servers."""
 
 import json
-from pathlib import Path
+import time
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
+from launched import LaunchedServer
 
-from sglang_ext.tools import CommandError
-from sglang_ext.tools import server_process as server
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.methods import command
 from sglang_ext_bench.methods.servers import SERVER_NAMES
 
 CONFIG = {
@@ -21,30 +21,30 @@ TOKEN_BYTES = 2 * 2 * 2 * 128 * 2
 CODE, PROSE = "x", "y"
 
 
-class SlowServer:
-    """A server that accepts 4 of 5 drafts of code, 2 of prose, and holds compressed KV of a quarter of the running prompts.
+@dataclass
+class Behaviour:
+    """How all servers of a test behave, and the requests that they got.
 
     Attributes:
+        broken: Names of servers that do not start.
         burst: Tokens of a chunk.
+        asked: For each request: name of the server, method, temperature, prompt tokens and output tokens.
     """
 
     broken: tuple[str, ...] = ()
-    started: list[tuple[str, ...]] = []
-    asked: list[tuple[str | None, float, int, int]] = []
-    burst = 4
+    burst: int = 4
+    asked: list[tuple[str, str | None, float, int, int]] = field(default_factory=list)
 
-    def __init__(self, model: str, flags: tuple[str, ...], log: Path, start_timeout: float) -> None:
-        self.flags, self.name, self.held = flags, log.stem, 0
 
-    def __enter__(self) -> "SlowServer":
-        if self.name in self.broken:
-            raise CommandError("it does not start")
-        self.started.append((self.name, self.flags))
-        return self
+class SlowServer(LaunchedServer):
+    """A server that accepts 4 of 5 drafts of code, 2 of prose, and holds compressed KV of a quarter of the running prompts."""
 
-    def stop(self) -> None: ...
+    def __init__(self, behaviour: Behaviour, *given: Any) -> None:
+        super().__init__(*given)
+        self.behaviour, self.name, self.held = behaviour, self.log.stem, 0
 
-    def flush_cache(self) -> None: ...
+    def can_start(self) -> bool:
+        return self.name not in self.behaviour.broken
 
     def request(self, path: str) -> str:
         assert path == "metrics"
@@ -53,26 +53,29 @@ class SlowServer:
     def stream(self, path: str, body: dict[str, Any]) -> Any:
         asked, ids = body["sampling_params"], body["input_ids"]
         name = asked.get("custom_params", {}).get("kv_compressor")
-        self.asked.append((self.name, name, asked["temperature"], len(ids), asked["max_new_tokens"]))
+        self.behaviour.asked.append((self.name, name, asked["temperature"], len(ids), asked["max_new_tokens"]))
         self.held += len(ids) * TOKEN_BYTES // 4
         drafts = {} if self.name == "stock" else {"kv_drafts": 5, "kv_accepted": 4 if ids[-1] == ord(CODE) else 2, "kv_verifies": 1}
         most = asked["max_new_tokens"]
-        for tokens in (*range(1, most, self.burst), most):
+        for tokens in (*range(1, most, self.behaviour.burst), most):
             yield {"meta_info": {"completion_tokens": tokens, **drafts}}
-            server.time.sleep(0.06)
+            time.sleep(0.06)
         self.held -= len(ids) * TOKEN_BYTES // 4
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch, checked_here, char_tokenizer):
+def behaviour(launches) -> Behaviour:
+    found = Behaviour()
+    launches.make = partial(SlowServer, found)
+    return found
+
+
+@pytest.fixture
+def bench(tmp_path, behaviour, checked_here, char_tokenizer):
     """Returns a function that runs the command with a tiny model and texts of one letter."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for kind, letter in (("code", CODE), ("prose", PROSE)):
         (tmp_path / kind).write_text(letter * 1000)
-    monkeypatch.setattr(SlowServer, "started", [])
-    monkeypatch.setattr(SlowServer, "asked", [])
-    monkeypatch.setattr(SlowServer, "broken", ())
-    monkeypatch.setattr(command, "ServerProcess", SlowServer)
 
     def run(*more: str) -> int:
         texts = [f"--{kind}-file={tmp_path / kind}" for kind in ("code", "prose")]
@@ -81,13 +84,18 @@ def bench(tmp_path, monkeypatch, checked_here, char_tokenizer):
     return run
 
 
+def started(launches) -> list[str]:
+    """The names of the servers that started, in their order."""
+    return [server.name for server in launches.made]
+
+
 def row(out: str, label: str) -> list[str]:
     """The cells of a row of the printed table."""
     (found,) = [line for line in out.splitlines() if line.startswith(f"| {label} |")]
     return [cell.strip() for cell in found.strip("|").split("|")][1:]
 
 
-def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_selected(bench, capsys):
+def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_selected(bench, behaviour, capsys):
     assert bench("--server=stock,snapkv,quest") == 0
     out = capsys.readouterr().out
     share, *accepted, token_ms, gain = row(out, "`snapkv`, 1/8")
@@ -96,43 +104,43 @@ def test_acceptance_is_by_kind_of_text_and_bytes_are_the_servers_or_what_is_sele
     assert row(out, "stock")[0] == "1.00" and row(out, "stock")[1:5] == ["-"] * 4 and row(out, "stock")[-1] == "-"
     # An eighth of the context, and on a CPU two keys of each page of 16 tokens, which have half of its bytes.
     assert row(out, "`quest`, 1/8")[0] == f"{1 / 8 + 1 / 16:.2f}"[1:]
-    of_snapkv = [each[1:4] for each in SlowServer.asked if each[0] == "snapkv" and each[4] > 1]
+    of_snapkv = [each[1:4] for each in behaviour.asked if each[0] == "snapkv" and each[4] > 1]
     names = "snapkv", "snapkv:0.125", "snapkv:0.03125", "expected-attention", "sink-recent"
     assert set(of_snapkv) == {(name, heat, length) for name in names for heat in (0.0, 0.7) for length in (32, 64)}
     assert len(of_snapkv) == len(set(of_snapkv)) * 4, "two requests of code and two of prose in each wave"
 
 
-def test_a_second_run_measures_what_is_missing(bench, tmp_path, monkeypatch, capsys):
+def test_a_second_run_measures_what_is_missing(bench, behaviour, launches, tmp_path, capsys):
     file = tmp_path / "out.json"
-    monkeypatch.setattr(SlowServer, "broken", ("int8",))
+    behaviour.broken = ("int8",)
     more = f"--json={file}", "--temperature=0", "--server=int8,stock,kivi"
-    assert bench(*more) == 1 and "int8: failed: it does not start" in capsys.readouterr().out
-    assert [name for name, _ in SlowServer.started] == ["stock", "kivi"]
-    monkeypatch.setattr(SlowServer, "broken", ())
+    assert bench(*more) == 1 and "int8: failed: the server ended with code 1" in capsys.readouterr().out
+    assert started(launches) == ["stock", "kivi"]
+    behaviour.broken = ()
     assert bench(*more, "--at-once=2") == 0
-    assert [name for name, _ in SlowServer.started] == ["stock", "kivi", "int8"], "servers with figures do not start again"
+    assert started(launches) == ["stock", "kivi", "int8"], "servers with figures do not start again"
     rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows == ["| method", "| stock", "| `kivi`", "| `snapkv+kivi`, 1/4", "| `int8`"]
     assert bench(*more, "--output-len=17") == 2 and "other values of --output-len" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_servers_of_all_methods_could_start(bench, device):
+def test_servers_of_all_methods_could_start(bench, launches, device):
     # The flags are checked as the servers check them.
     assert bench(f"--server-arg=--device {device}", "--temperature=0", "--context-len=32", "--output-len=9") == 0
-    assert [name for name, _ in SlowServer.started] == list(SERVER_NAMES)
-    paged = {name for name, flags in SlowServer.started if "--page-size" in flags}
+    assert started(launches) == list(SERVER_NAMES)
+    paged = {server.name for server in launches.made if "--page-size" in server.flags}
     assert paged == ({"quest"} if device == "cuda" else set())
 
 
-def test_a_repeated_server_option_adds_servers(bench):
+def test_a_repeated_server_option_adds_servers(bench, launches):
     more = "--temperature=0", "--context-len=32"
     assert bench(*more, "--server=stock", "--server=kivi", "--server=stock,int8") == 0
-    assert [name for name, _ in SlowServer.started] == ["stock", "kivi", "int8"]
+    assert started(launches) == ["stock", "kivi", "int8"]
 
 
-def test_the_speed_of_one_burst_is_unknown(bench, monkeypatch, capsys):
-    monkeypatch.setattr(SlowServer, "burst", 12)
+def test_the_speed_of_one_burst_is_unknown(bench, behaviour, capsys):
+    behaviour.burst = 12
     assert bench("--temperature=0", "--context-len=32", "--server=stock,kivi-2") == 0
     out = capsys.readouterr().out
     assert row(out, "`kivi`, 2 bits")[1:] == [".80", ".40", "-", "-"]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext_bench.options import check_outputs
-from sglang_ext_bench import __main__ as bench
 from sglang_ext.core import OptionError
+from sglang_ext_bench import __main__ as bench
+from sglang_ext_bench.options import check_outputs
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:

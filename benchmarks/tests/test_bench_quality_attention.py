@@ -5,7 +5,12 @@ import torch
 
 from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality.attention import attend, build_context, measure_errors, relative_errors
+from sglang_ext_bench.quality.attention import (
+    attend,
+    build_context,
+    measure_errors,
+    relative_errors,
+)
 from sglang_ext_bench.quality.capture import CapturedModel, LayerAttention
 
 PROMPT, AFTER = 40, 5

@@ -4,28 +4,36 @@ import argparse
 import json
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from launched import LaunchedServer, Launches
+from transformers import AutoConfig, Qwen3Config
 
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.prompts import Prompt
-from sglang_ext_bench.quality import arms, command, server_measurements
+from sglang_ext_bench.quality import command
 from sglang_ext_bench.quality.arms import FULL, QualityArm, build_arms, collect_answers
-from sglang_ext_bench.quality.attention import AttentionError
 from sglang_ext_bench.quality.named_method import NamedMethod
 from sglang_ext_bench.quality.options import QualityConfig, add_arguments, config_from
 from sglang_ext_bench.quality.reporting.plots import by_bytes, by_speed, write
 from sglang_ext_bench.quality.reporting.results import ArmQuality, Results
-from sglang_ext_bench.quality.server_measurements import compressed_share, score_answer, tokens_per_second
+from sglang_ext_bench.quality.server_measurements import (
+    compressed_share,
+    score_answer,
+    tokens_per_second,
+)
 
 TOPS = 3
 OUTPUT = 4
+SHAPES = Qwen3Config(
+    vocab_size=200, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+# Keys and values of a token, in float32.
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
 pytestmark = pytest.mark.usefixtures("checked_here")
@@ -38,29 +46,48 @@ def config(*words: str) -> QualityConfig:
 
 
 class FakeServer(ServerClient):
-    """Answers like the server of an arm. Each token is 5; a lossy server answers 6 from token 2 on."""
+    """Answers like a server of a mode. Each token is 5; a lossy server answers 6 from token 2 on. Compressed KV has half of the bytes.
 
-    def __init__(self, arm: QualityArm) -> None:
+    Attributes:
+        mode: Value of ``--kv-mode``.
+        asked: Bodies of the requests, except those during which bytes are measured.
+        measured: Prompt tokens of those requests.
+    """
+
+    def __init__(self, mode: str) -> None:
         super().__init__(port=1)
-        self.arm, self.asked, self.flushed = arm, [], 0
-        self._lock = threading.Lock()
+        self.mode, self.asked, self.measured, self.flushed, self.held = mode, [], [], 0, 0
+        self._lock, self._read = threading.Lock(), threading.Event()
 
     def flush_cache(self) -> None:
         self.flushed += 1
 
+    def request(self, path: str, body: Any = None, timeout: float | None = None) -> str:
+        assert path == "metrics"
+        if self.held:
+            self._read.set()
+        return f'sglang_ext:compressed_bytes{{model_name="m"}} {self.held}'
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = body["sampling_params"]
+        if sampling.get("ignore_eos") and sampling["max_new_tokens"] > OUTPUT:
+            self.measured.append(len(body["input_ids"]))
+            self.held = len(body["input_ids"]) * TOKEN_BYTES // 2
+            assert self._read.wait(10)
+            self.held = 0
+            return {"output_ids": [5], "meta_info": {}}
         with self._lock:
             self.asked.append(body)
         if "logprob_start_len" in body:
             return {"meta_info": self._scored(body)}
         tokens = body["sampling_params"]["max_new_tokens"]
-        ids = [6 if self.arm.mode == "lossy" and index >= 2 else 5 for index in range(tokens)]
+        ids = [6 if self.mode == "lossy" and index >= 2 else 5 for index in range(tokens)]
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
-        if self.arm.mode == "verified":
+        if self.mode == "verified":
             histogram = {"kv_accept_histogram": [0, 0, 1], "kv_offer_histogram": [0, 0, 0, 1]}
             meta |= {"kv_verifies": 1, "kv_drafts": 3, "kv_accepted": 2, "kv_accept_length": 3.0, **histogram}
         if body.get("top_logprobs_num"):
-            wrong = -3.0 if self.arm.mode != "lossy" else -0.1
+            wrong = -3.0 if self.mode != "lossy" else -0.1
             meta["output_top_logprobs"] = [[[-0.2, 5, None], [wrong, 6, None]]] * tokens
         return {"output_ids": ids, "meta_info": meta, "text": '{"a": 1}'}
 
@@ -73,10 +100,10 @@ class FakeServer(ServerClient):
 
 
 @pytest.fixture(autouse=True)
-def half_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compressed KV has half of the bytes of the full KV."""
-    monkeypatch.setattr(arms, "token_bytes", lambda model, dtype: 10)
-    monkeypatch.setattr(arms, "compressed_share", lambda client, input_ids, new_tokens, token: 0.5)
+def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model m has two layers of two KV heads of 16 channels."""
+    read = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda model, **how: SHAPES if model == "m" else read(model, **how))
 
 
 @pytest.mark.parametrize(
@@ -145,33 +172,32 @@ def test_equal_requests_of_all_servers_get_equal_seeds_and_greedy_ones_none():
     prompts = [Prompt("a", (1, 2)), Prompt("b", (3, 4, 5))]
     wanted = config("--parts", "divergence", "--seed", "7", "--concurrency", "1")
     for arm in (FULL, QualityArm("lossy", "snapkv", 0.5)):
-        server = FakeServer(arm)
+        server = FakeServer(arm.mode)
         answers = collect_answers(wanted, arm, server, prompts, [])
         seeds = [body["sampling_params"].get("sampling_seed") for body in server.asked]
-        assert seeds == [None, None, 7, 8] and server.flushed == 2
+        # The measurement of bytes empties the cache, too.
+        assert seeds == [None, None, 7, 8] and server.flushed == (2 if arm == FULL else 3)
         assert set(answers.prompts) == {0.0, 0.7} and not answers.tasks
 
 
 def test_kept_caches_are_emptied_once():
-    server = FakeServer(FULL)
+    server = FakeServer("full")
     collect_answers(config("--parts", "divergence", "--keep-cache"), FULL, server, [Prompt("a", (1, 2))], [])
     assert server.flushed == 1
 
 
 def test_further_draft_lengths_measure_only_acceptance():
-    arm, server = QualityArm("verified", "snapkv", 0.5, 4), FakeServer(QualityArm("verified"))
+    arm, server = QualityArm("verified", "snapkv", 0.5, 4), FakeServer("verified")
     answers = collect_answers(config("--draft-length", "8,4"), arm, server, [Prompt("a", (1, 2))], [])
     assert not answers.tasks and all("top_logprobs_num" not in body for body in server.asked)
 
 
 @pytest.mark.parametrize(("lengths", "measured"), [((2, 900, 600), 600), ((2, 9), 9)])
-def test_bytes_are_those_of_the_shortest_context_that_is_long_enough(monkeypatch, lengths, measured):
-    asked: list[int] = []
-    monkeypatch.setattr(arms, "compressed_share", lambda client, input_ids, *rest: asked.append(len(input_ids)) or 0.25)
+def test_bytes_are_those_of_the_shortest_context_that_is_long_enough(lengths, measured):
     prompts = [Prompt(str(length), (1,) * length) for length in lengths]
-    arm = QualityArm("lossy", "snapkv", 0.5)
-    assert collect_answers(config("--parts", "divergence"), arm, FakeServer(arm), prompts, []).bytes_share == 0.25
-    assert asked == [measured]
+    server = FakeServer("lossy")
+    assert collect_answers(config("--parts", "divergence"), QualityArm("lossy", "snapkv", 0.5), server, prompts, []).bytes_share == 0.5
+    assert server.measured == [measured]
 
 
 def test_a_failed_request_fails_its_server():
@@ -180,7 +206,7 @@ def test_a_failed_request_fails_its_server():
             raise ConnectionError("gone")
 
     with pytest.raises(CommandError, match="at temperature 0 1 of 1 requests failed; request 0: .*gone"):
-        collect_answers(config("--parts", "divergence"), FULL, Refusing(FULL), [Prompt("a", (1, 2))], [])
+        collect_answers(config("--parts", "divergence"), FULL, Refusing("full"), [Prompt("a", (1, 2))], [])
 
 
 class Metered(ServerClient):
@@ -227,7 +253,7 @@ def test_a_request_that_fails_while_bytes_are_measured_is_an_error():
 
 
 def test_stock_scores_each_token_of_an_answer_after_its_prompt():
-    server = FakeServer(FULL)
+    server = FakeServer("full")
     scored = score_answer(server, Prompt("a", (1, 2, 3)), (5, 6), TOPS)
     assert scored == (((5, -0.2), (6, -3.0)),) * 2
     assert server.asked[0]["input_ids"] == [1, 2, 3, 5, 6] and server.asked[0]["logprob_start_len"] == 2
@@ -239,23 +265,28 @@ def test_scores_of_other_tokens_are_refused():
             return super()._scored(body) | {"input_token_logprobs": [[None, 0, None], [-0.1, 9, None]]}
 
     with pytest.raises(CommandError, match="scored 1 other tokens than the 2 answered to a"):
-        score_answer(Shifted(FULL), Prompt("a", (1,)), (5, 6), TOPS)
+        score_answer(Shifted("full"), Prompt("a", (1,)), (5, 6), TOPS)
+
+
+class Launched(LaunchedServer):
+    """A process that answers as ``server``."""
+
+    def __init__(self, server: FakeServer, *given: Any) -> None:
+        super().__init__(*given)
+        self.flush_cache, self.request, self.post = server.flush_cache, server.request, server.post  # type: ignore[method-assign]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, char_tokenizer: None):
+def run(launches: Launches, tmp_path: Path, tiny: Path, char_tokenizer: None):
     """Runs the command with fake servers. Returns the exit code, the JSON report and the first bytes of the plot."""
 
     def go(*words: str, server: type[FakeServer] = FakeServer) -> tuple[int, dict[str, Any], bytes]:
-        monkeypatch.setattr(command, "arm_server", lambda config, arm, logs: nullcontext(server(arm)))
-        monkeypatch.setattr(command, "CapturedModel", lambda model, dtype: None)
-        errors = [AttentionError("snapkv", 0.5, (0.1, 0.3), (0.2, 0.9))]
-        monkeypatch.setattr(command, "measure_errors", lambda *given: iter(errors))
+        launches.make = lambda flags, env, log: Launched(server(flags[flags.index("--kv-mode") + 1]), flags, env, log)
         prompts = tmp_path / "p.jsonl"
-        prompts.write_text('{"text": "one"}\n{"text": "two"}\n')
+        prompts.write_text("".join(f'{{"text": "{text * 20}"}}\n' for text in ("one ", "two ")))
         parser = argparse.ArgumentParser()
         add_arguments(parser)
-        common = ["--model", "m", "--prompts", str(prompts), "--output-len", str(OUTPUT), "--budget", "0.5"]
+        common = ["--model", str(tiny), "--prompts", str(prompts), "--output-len", str(OUTPUT), "--budget", "0.5"]
         common += ["--task-tokens", "60", "--tasks", "1", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
         code = command.run(parser.parse_args([*common, *words]))
         plot = tmp_path / "r.png"
@@ -275,7 +306,7 @@ def test_a_run_reports_the_loss_of_lossy_and_none_of_verified(run, capsys):
     assert verified["acceptance"]["0"]["rate"] == pytest.approx(4 / 6) and lossy["acceptance"] == {}
     assert full["functional"]["0"] == {"needle": 0.0, "repetition": 0.0, "json": 1.0, "python": 0.0}
     assert [each["bytes_share"] for each in report["arms"]] == [0.5, 0.5, 1.0]
-    assert report["attention"][0]["mean"] == pytest.approx(0.2) and report["attention"][0]["worst"] == 0.9
+    assert report["attention"] and all(0 < each["mean"] <= each["worst"] for each in report["attention"])
     printed = capsys.readouterr().out
     for title in ("Acceptance", "KL divergence", "First token", "Share of tasks done", "attention outputs"):
         assert title in printed
@@ -293,7 +324,7 @@ def test_verified_decoding_above_the_noise_fails_the_run(run, capsys):
     class Wrong(FakeServer):
         def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
             found = super().post(path, body)
-            if self.arm.mode == "verified" and body.get("top_logprobs_num"):
+            if self.mode == "verified" and body.get("top_logprobs_num"):
                 found["meta_info"]["output_top_logprobs"] = [[[-3.0, 5, None], [-0.2, 6, None]]] * OUTPUT
             return found
 
@@ -304,7 +335,7 @@ def test_verified_decoding_above_the_noise_fails_the_run(run, capsys):
 
 def test_flags_that_a_server_would_refuse_end_the_run_before_one_starts(run):
     class Never(FakeServer):
-        def __init__(self, arm: QualityArm) -> None:
+        def __init__(self, mode: str) -> None:
             pytest.fail("a server starts")
 
     with pytest.raises(CommandError, match="verified-snapkv-0.5-x100 cannot start: --kv-draft-length is 100"):
@@ -316,7 +347,7 @@ def test_flags_that_a_server_would_refuse_end_the_run_before_one_starts(run):
 def test_a_server_that_fails_costs_its_own_figures_alone(run):
     class Broken(FakeServer):
         def flush_cache(self) -> None:
-            if self.arm.mode == "lossy":
+            if self.mode == "lossy":
                 raise CommandError("the server ended\nits log")
 
     code, report, _ = run("--parts", "divergence", server=Broken)
@@ -355,7 +386,7 @@ class Timed(ServerClient):
 
 def test_speed_is_that_of_decoding_from_cached_prompts(monkeypatch):
     passed = [0.0]
-    monkeypatch.setattr(server_measurements, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: passed.__setitem__(0, passed[0] + seconds))
     slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.03, 0.006))
     assert (slow, quick) == (pytest.approx(1 / 0.03), pytest.approx(1 / 0.006))

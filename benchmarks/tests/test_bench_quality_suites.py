@@ -6,24 +6,32 @@ import math
 import re
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from bench_helpers import CharTokenizer
+from launched import LaunchedServer
 
 from sglang_ext.tools import CommandError, server_flags
 from sglang_ext_bench.baselines import SELECTORS
-from sglang_ext_bench.client import Generation
 from sglang_ext_bench.prompts import load_tokenizer
 from sglang_ext_bench.quality import options
 from sglang_ext_bench.quality.options import add_arguments
-from sglang_ext_bench.quality.suites import command, gsm8k, ruler, runner
+from sglang_ext_bench.quality.suites import command, gsm8k, ruler
 from sglang_ext_bench.quality.suites.arms import group_arms, parse_arms, selector_share
 from sglang_ext_bench.quality.suites.case import match_all
 from sglang_ext_bench.quality.suites.comparison import Estimate, SuiteScore
 
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 5000, "max_position_embeddings": 40960,
+}  # fmt: skip
+# Keys and values of a token: two layers of two heads of 128 channels, in float32.
+TOKEN_BYTES = 2 * 2 * 2 * 128 * 4
 COUNT = 3
 LENGTHS = 1024, 4096
 
@@ -220,72 +228,89 @@ def test_an_arm_is_close_to_full_kv_where_the_interval_of_the_paired_difference_
     assert SuiteScore(Estimate(70, 1, 100), Estimate(mean, error, 100)).verdict == verdict
 
 
-class StubServer:
-    """Gives the expected answers, except with ``snapkv``. After ``failing`` requests it fails."""
+@dataclass
+class Asked:
+    """The requests that all servers of a run got, and when each server fails.
 
-    asked: list[tuple[str, str | None]] = []
-    started: list[str] = []
-    gpus: list[str | None] = []
-    memory: list[str | None] = []
-    failing: dict[str, int] = {}
-    lock = threading.Lock()
+    Attributes:
+        asked: Name of the server and ``kv_compressor`` of each request.
+        failing: Requests after which a server fails, by its name.
+    """
 
-    def __init__(self, model, flags, *rest, env) -> None:
-        named = dict(zip(flags, flags[1:]))
-        self.name = named.get("--kv-compressor", "full")
-        StubServer.started.append(self.name)
-        StubServer.gpus.append(env.get("CUDA_VISIBLE_DEVICES"))
-        StubServer.memory.append(named.get("--mem-fraction-static"))
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    failing: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __enter__(self) -> "StubServer":
-        return self
 
-    def __exit__(self, *_: object) -> None: ...
+class StubServer(LaunchedServer):
+    """Gives the expected answers, except with ``snapkv``. Compressed KV has a quarter of the bytes of the full KV."""
 
-    def generate(self, input_ids, sampling, new_tokens) -> Generation:
-        with self.lock:
-            self.asked.append((self.name, sampling.kv_compressor))
-            left = self.failing.get(self.name)
-            if left is not None and len([name for name, _ in self.asked if name == self.name]) > left:
-                return Generation(error="it is gone")
-        text = CharTokenizer().decode(list(input_ids))
-        right = ", ".join(re.findall(r"is: (\d+)\.", text))
-        method = sampling.kv_compressor or self.name
-        fallback = "short-context" if method == "int4" else None
-        return Generation(output_ids=(1,), text=right if method != "snapkv:0.25" else "", fallback=fallback)
+    def __init__(self, shared: Asked, *given: Any) -> None:
+        super().__init__(*given)
+        named = dict(zip(self.flags, self.flags[1:]))
+        self.shared, self.name = shared, named.get("--kv-compressor", "full")
+        self.gpu, self.memory = self.env.get("CUDA_VISIBLE_DEVICES"), named.get("--mem-fraction-static")
+        self.held, self.was_read = 0, threading.Event()
+
+    def request(self, path: str) -> str:
+        assert path == "metrics"
+        if self.held:
+            self.was_read.set()
+        return f'sglang_ext:compressed_bytes{{model_name="m"}} {self.held}'
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = body["sampling_params"]
+        if sampling["ignore_eos"]:
+            self.was_read.clear()
+            self.held = len(body["input_ids"]) * TOKEN_BYTES // 4
+            assert self.was_read.wait(10)
+            self.held = 0
+            return {"output_ids": [1], "meta_info": {}}
+        method = sampling.get("custom_params", {}).get("kv_compressor")
+        with self.shared.lock:
+            self.shared.asked.append((self.name, method))
+            left = self.shared.failing.get(self.name)
+            if left is not None and len([name for name, _ in self.shared.asked if name == self.name]) > left:
+                raise ConnectionError("it is gone")
+        right = ", ".join(re.findall(r"is: (\d+)\.", CharTokenizer().decode(body["input_ids"])))
+        method = method or self.name
+        meta = {"kv_fallback": "short-context"} if method == "int4" else {}
+        return {"output_ids": [1], "meta_info": meta, "text": right if method != "snapkv:0.25" else ""}
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path, checked_here, char_tokenizer):
+def shared(launches) -> Asked:
+    found = Asked()
+    launches.make = partial(StubServer, found)
+    return found
+
+
+@pytest.fixture
+def run(launches, shared, tmp_path, checked_here, char_tokenizer):
     """Runs the command on needles of two lengths with stub servers. Returns the exit code."""
-    monkeypatch.setattr(runner, "ServerProcess", StubServer)
-    monkeypatch.setattr(runner, "generate", StubServer.generate)
-    monkeypatch.setattr(runner, "compressed_share", lambda *_: 0.25)
-    monkeypatch.setattr(runner, "token_bytes", lambda *_: 10)
-    monkeypatch.setattr(command, "check_servers", lambda *_: nullcontext())
-    for name in ("asked", "started", "gpus", "memory"):
-        monkeypatch.setattr(StubServer, name, [])
-    monkeypatch.setattr(StubServer, "failing", {})
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
 
     def run(*words: str) -> int:
-        for seen in (StubServer.asked, StubServer.started, StubServer.gpus, StubServer.memory):
-            seen.clear()
+        shared.asked.clear()
+        launches.made.clear()
         parser = argparse.ArgumentParser()
         add_arguments(parser)
-        given = ["--model", "m", "--suite", "ruler", "--results", str(tmp_path / "r"), "--ruler-tasks", "needles", "--lengths", "2500,3000"]
+        given = ["--model", str(folder), "--suite", "ruler", "--results", str(tmp_path / "r"), "--ruler-tasks", "needles", "--lengths", "2500,3000"]
         return options.run(parser.parse_args([*given, "--cases", "3", "--arms", "full,kivi,snapkv:0.25,int4", *words]))
 
     run.folder = tmp_path
     return run
 
 
-def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run, tmp_path, capsys):
+def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run, shared, launches, tmp_path, capsys):
     json_file = tmp_path / "report.json"
     assert run("--json", str(json_file), "--plot", str(tmp_path / "plot.png")) == 0
     page = capsys.readouterr().out
-    assert sorted(StubServer.started) == ["full", "int4", "kivi"]
+    assert sorted(server.name for server in launches.made) == ["full", "int4", "kivi"]
     # Requests name their method if a server has several.
-    assert Counter(StubServer.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
+    assert Counter(shared.asked) == {("full", None): 6, ("int4", None): 6, ("kivi", "kivi"): 6, ("kivi", "snapkv:0.25"): 6}
     assert "**ruler**: within 2 points of full KV: `kivi`, `int4`." in page
     assert "| `snapkv:0.25` | 0.250 | 0.0 ± 0.0 | -100.0 ± 0.0 | no | 0 |" in page and "| needles | 2,500 | 100.0 ± 0.0 |" in page
     # Answers that full KV gives in place of a method are counted.
@@ -298,28 +323,28 @@ def test_a_run_asks_each_arm_once_and_tells_scores_and_which_arms_are_close(run,
     assert command.suite_report.tables(arms, report["settings"], report["measured_on"]) in page
 
 
-def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, capsys):
-    StubServer.failing["int4"] = 3
+def test_a_run_that_was_cut_off_goes_on_with_the_missing_answers(run, shared, launches, capsys):
+    shared.failing["int4"] = 3
     assert run("--concurrency", "1") == 1
     told = capsys.readouterr().out
     assert "int4: not measured: the request ruler/needles/3000/0" in told and "int4: 3 of 6 answers are missing" in told
-    StubServer.failing.clear()
+    shared.failing.clear()
     assert run() == 0
-    assert StubServer.started == ["int4"] and len(StubServer.asked) == 3
+    assert [server.name for server in launches.made] == ["int4"] and len(shared.asked) == 3
     assert run() == 0
-    assert StubServer.started == []
+    assert launches.made == []
     # With more cases, the stored answers are kept.
     assert run("--cases", "4") == 0
-    assert Counter(name for name, _ in StubServer.asked) == {"full": 2, "int4": 2, "kivi": 4}
+    assert Counter(name for name, _ in shared.asked) == {"full": 2, "int4": 2, "kivi": 4}
 
 
-def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run, monkeypatch):
+def test_servers_side_by_side_take_turns_on_the_gpus_and_share_their_memory(run, launches, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     words = ("--server-arg", "--device cuda", "--results")
     assert run(*words, str(Path(run.folder, "alone"))) == 0
-    assert StubServer.gpus == [None] * 3 and StubServer.memory == [None] * 3
+    assert [(server.gpu, server.memory) for server in launches.made] == [(None, None)] * 3
     assert run("--servers-at-once", "3", *words, str(Path(run.folder, "three"))) == 0
-    assert set(StubServer.gpus) <= {"4", "7"} and StubServer.memory == ["0.4"] * 3
+    assert {server.gpu for server in launches.made} <= {"4", "7"} and [server.memory for server in launches.made] == ["0.4"] * 3
 
 
 def test_results_of_another_model_are_not_mixed_in(run):
@@ -338,10 +363,10 @@ def test_results_of_another_model_are_not_mixed_in(run):
         (("--port", "30000", "--servers-at-once", "2"), "need different ports"),
     ],
 )
-def test_options_that_a_suite_does_not_support_are_refused(run, words, told):
+def test_options_that_a_suite_does_not_support_are_refused(run, launches, words, told):
     with pytest.raises(CommandError, match=told):
         run(*words)
-    assert StubServer.started == []
+    assert launches.made == []
 
 
 def test_options_of_suites_are_refused_without_one():

@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.tools import server_flags
-from sglang_ext.tools import CommandError
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as server_module
+from sglang_ext.tools.server_client import ServerClient, free_port
+from sglang_ext.tools.server_process import (
+    ServerProcess,
+    check_servers,
+    leave_on_signals,
+    stop_all,
+)
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.client import SamplingSettings, generate
-from sglang_ext.tools.server_client import ServerClient, free_port
-from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all
-from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -172,11 +176,8 @@ class TestServerProcess:
             server.__enter__()
         assert not is_running(int(server.log.read_text()))
 
-    def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(self, tmp_path: Path) -> None:
         """A signal handler that stops servers may have interrupted code that holds the lock of a process."""
-        monkeypatch.setattr(server_module, "ORPHAN_GRACE", 0.1)
         server = ServerProcess("m", (), tmp_path / "log", stop_grace=0.1)
         server.command = (sys.executable, "-c", "import time; time.sleep(60)")
         server.start()
@@ -189,8 +190,7 @@ class TestServerProcess:
             ended = not stopping.is_alive()
         assert ended and process.wait(20) < 0
 
-    def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(server_module, "INTERRUPTED_GRACE", 1.0)
+    def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path) -> None:
         stubborn = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         servers = [ServerProcess("m", (), tmp_path / f"log{place}") for place in range(4)]
         for server in servers:
@@ -202,7 +202,7 @@ class TestServerProcess:
         begun = time.monotonic()
         stop_all()
         # Servers that are stopped one after another would each take two grace periods.
-        assert time.monotonic() - begun < len(servers) * (1.0 + server_module.ORPHAN_GRACE)
+        assert time.monotonic() - begun < len(servers) * (server_module.INTERRUPTED_GRACE + server_module.ORPHAN_GRACE)
         assert not any(server.running or is_running(int(server.log.read_text())) for server in servers)
         for server in servers:
             server.stop()

@@ -68,14 +68,14 @@ def test_the_steady_state_is_what_the_equations_say(policy, more):
 
 def test_accepted_drafts_are_drawn_with_the_probability_of_each():
     simulation, drafts, count = simulation_of(*SMALL, p=0.9), 20, 20000
-    drawn = Counter(simulation._draw_accepted(drafts) for _ in range(count))
+    drawn = Counter(simulation.draw_accepted(drafts) for _ in range(count))
     for length in (0, 1, 5, drafts):
         expected = 0.9**length * (0.1 if length < drafts else 1)
         assert drawn[length] / count == pytest.approx(expected, abs=0.01)
     assert max(drawn) == drafts
     for p, accepted in ((0.0, 0), (1.0, drafts)):
         simulation.scenario = replace(simulation.scenario, acceptance=p)
-        assert simulation._draw_accepted(drafts) == accepted
+        assert simulation.draw_accepted(drafts) == accepted
 
 
 def test_staggered_verification_hides_loads_behind_drafts():

@@ -2,23 +2,29 @@
 
 import argparse
 import json
+import sys
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launched import LaunchedServer
 
+from sglang_ext.managers.kv_transfer.transfer_metrics import (
+    TransferEvent,
+    TransferTimeline,
+)
 from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_client import free_port, is_taken
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
 from sglang_ext_bench.speed.decode_wave import Stream
 from sglang_ext_bench.transfer import accuracy, clocks, command, results
 from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
-from sglang_ext.config import disaggregation_options
-from sglang_ext_bench.transfer.server_pair import TransferResponse
 from sglang_ext_bench.transfer.results import summarize, survival
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
+from sglang_ext_bench.transfer.server_pair import TransferResponse
 
 PROMPT = 200
 
@@ -113,12 +119,11 @@ def test_a_rejected_first_draft_counts_as_generated_and_not_as_kept():
     assert (told["generated: 1"], told["kept: 1"], told["visible: 1"]) == ("2.50", "5.00", "5.20")
 
 
-def test_cold_prompts_and_other_links_have_tables_of_their_own():
+def test_cold_prompts_and_other_links_have_tables_of_their_own(tmp_path):
     cold, warm = (clocks.measure(plain(cached=cached), PROMPT, 5) for cached in (0, PROMPT - 1))
-    args = SimpleNamespace(model=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "numbers_per_token", lambda model: 10)
-        found = [*command.summarize_groups(args, "int8", 1.0, [cold, warm, warm]), *command.summarize_groups(args, "int8", None, [warm])]
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 5}))
+    args = SimpleNamespace(model=tmp_path)
+    found = [*command.summarize_groups(args, "int8", 1.0, [cold, warm, warm]), *command.summarize_groups(args, "int8", None, [warm])]
     assert [(each.cold, each.requests, each.gbps) for each in found] == [(True, 1, 1.0), (False, 2, 1.0), (False, 1, None)]
     titles = [line for line in results.tables(found) if "seconds from" in line]
     assert len(titles) == 3 and "not cached" in titles[0] and "no limit" in titles[2]
@@ -165,13 +170,15 @@ def test_methods_differ_in_how_kv_travels_alone():
         parse_method("zip")
 
 
-def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
-    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: None)
+def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "mooncake", None)
     asked = command.possible_pairs([parse_method("mooncake_tcp"), parse_method("int8")], [None])
     assert [each.name for each, _ in asked] == ["int8"]
     assert "mooncake_tcp-unlimited: skipped: the package mooncake is not installed: pip install" in capsys.readouterr().out
-    monkeypatch.setattr(disaggregation_options, "find_spec", lambda name: object())
-    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: object())
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/engine.py").touch()
+    monkeypatch.delitem(sys.modules, "mooncake")
+    monkeypatch.syspath_prepend(tmp_path)
     assert "cannot be limited to 0.1 Gbit/s" in obstacle(parse_method("mooncake_tcp"), 0.1) and obstacle(parse_method("mooncake_tcp"), None) is None
 
 
@@ -187,50 +194,59 @@ def test_wrong_options_end_in_one_line(tmp_path, capsys):
         assert capsys.readouterr().err.startswith(f"transfer: {said}")
 
 
-class Fakes:
-    """A fake pair of servers. The first request of each prompt is cold."""
+class FakeHalf(LaunchedServer):
+    """The prefill or the decode server of a pair. The decode server writes the events of both, and drafts in mode verified."""
 
-    def __init__(self, model, flags, folder, name, start_timeout, port):
-        self.draws, self.asked = "verified" in flags["decode"], 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+    def __init__(self, flags, env, log):
+        super().__init__(flags, env, log)
+        self.cached = set()
 
     def flush_cache(self):
-        self.asked = 0
+        self.cached.clear()
 
-    def send(self, prompt, tokens):
-        self.asked += 1
-        return lynx() if self.draws else plain(cached=0 if self.asked % 2 else PROMPT - 1)
+    def post(self, path, body):
+        prompt = tuple(body["input_ids"])
+        found = len(prompt) - 1 if prompt in self.cached else 0
+        self.cached.add(prompt)
+        return {"meta_info": {"cached_tokens": found}}
+
+    def stream(self, path, body):
+        line, begun, most = TransferTimeline(self.flags[self.flags.index("--kv-bench-timeline") + 1]), time.monotonic(), body["sampling_params"]["max_new_tokens"]
+        events = [("expected", -0.5), ("sending", -0.25), ("computed", 0.0), ("encoded", 0.001), ("anchor", 0.002, 600)]
+        if "verified" in self.flags:
+            events += [("drafted", 0.003, 2, 2, True), ("drafted", 0.004, 4, 2, True), ("complete", 0.005, 1000), ("verified", 0.006, 3, 4, True), ("answered", 0.007, 2)]
+        else:
+            events += [("complete", 0.005, 1000)]
+        for kind, after, *rest in events:
+            line.add_event(body["bootstrap_room"], kind, begun + after, *rest)
+        for tokens in range(1, most + 1):
+            time.sleep(0.01)
+            yield {"meta_info": {"completion_tokens": tokens}}
 
 
-def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys, checked_here):
+def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, launches, capsys, checked_here):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    monkeypatch.setattr(command, "ServerPair", Fakes)
+    launches.make = FakeHalf
     wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["transfer", "--model", str(tmp_path), *wanted, *files]) == 0
     assert "| lynx |" in capsys.readouterr().out
     report = json.loads((tmp_path / "out.json").read_text())
-    assert len(report["requests"]) == 8 and report["requests"][-1]["events"][0] == ["expected", -1.0, 0, 0]
-    assert {(each["method"], each["cold"]) for each in report["figures"]} == {("int8", True), ("int8", False), ("lynx", False)}
+    assert len(report["requests"]) == 8 and report["requests"][-1]["events"][0] == ["expected", pytest.approx(-0.5), 0, 0]
+    assert {(each["method"], each["cold"]) for each in report["figures"]} == {(name, cold) for name in ("int8", "lynx") for cold in (True, False)}
     assert (tmp_path / "out.png").stat().st_size > 10000 and report["left"] == []
 
 
-def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch, checked_here):
+def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, launches, checked_here):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}))
 
-    class Ended(Fakes):
-        def send(self, prompt, tokens):
-            if self.draws:
-                raise KeyboardInterrupt
-            return super().send(prompt, tokens)
+    def make(flags, env, log):
+        if log.name.startswith("lynx"):
+            raise KeyboardInterrupt
+        return FakeHalf(flags, env, log)
 
-    monkeypatch.setattr(command, "ServerPair", Ended)
+    launches.make = make
     wanted = ["--method", "int8,lynx,int4", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     with pytest.raises(KeyboardInterrupt):
         main(["transfer", "--model", str(tmp_path), *wanted, "--json", str(tmp_path / "out.json")])
@@ -257,40 +273,29 @@ def test_accuracy_orders_codecs_and_counts_their_bits():
     assert "| lynx | " in "\n".join(results.accuracy_table([*found.values()]))
 
 
-def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, tmp_path):
+def test_pairs_that_start_together_are_measured_one_after_another(launches, tmp_path):
     """Two pairs wait for each other's start. One breaks off, a third one does not start, and all started pairs are stopped."""
-    together, ended, ports = threading.Barrier(2), [], []
+    together = threading.Barrier(2)
 
-    class Servers:
-        def __init__(self, model, flags, folder, name, start_timeout, port):
-            self.name = name
-            ports.append(port)
+    class Half(FakeHalf):
+        def can_start(self):
+            if "-prefill" in self.log.name and not self.log.name.startswith("int4"):
+                together.wait(10)
+            return not self.log.name.startswith("int4")
 
-        def __enter__(self):
-            if self.name.startswith("int4"):
-                raise CommandError("no memory")
-            together.wait(10)
-            return self
+        def stream(self, path, body):
+            chunks = super().stream(path, body)
+            yield from [next(chunks)] if self.log.name.startswith("lynx") else chunks
 
-        def __exit__(self, *_):
-            ended.append(self.name)
-
-        def flush_cache(self):
-            """Do nothing: the fake pair has no cache."""
-
-        def send(self, input_ids, new_tokens):
-            if self.name == "lynx-10":
-                raise CommandError("it broke off")
-            return plain()
-
-    monkeypatch.setattr(command, "ServerPair", Servers)
+    launches.make = Half
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    args = parser.parse_args(["--model", str(tmp_path), "--at-once", "3", "--port", "4000", "--output-len", "4"])
+    port = next(port for port in iter(free_port, None) if not any(is_taken(port + after) for after in range(9)))
+    args = parser.parse_args(["--model", str(tmp_path), "--at-once", "3", "--port", str(port), "--output-len", "4"])
     asked = [(parse_method(name), 10.0) for name in ("lynx", "int4", "int8")]
     found = {each.name: said for (each, _), said in command.measure_together(args, asked, {PROMPT: [tuple(range(PROMPT))]}, tmp_path)}
-    assert ports == [4000, 4003, 4006] and sorted(ended) == ["int8-10", "lynx-10"]
-    assert [str(found[name]) for name in ("lynx", "int4")] == ["it broke off", "no memory"]
+    assert {server.port for server in launches.made} == {port, port + 1, port + 6, port + 7} and all(server.ended for server in launches.made)
+    assert "a request ended after 1 of 4 tokens" in str(found["lynx"]) and "the server ended with code 1" in str(found["int4"])
     assert len(found["int8"]) == 1 + args.repeats
 
 

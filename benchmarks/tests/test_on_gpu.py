@@ -12,6 +12,7 @@ import gpu_machine
 import pytest
 from check_names import OF_SGLANG, PLAIN
 
+from sglang_ext.tools import CommandError
 from sglang_ext_bench import on_gpu
 from sglang_ext_bench.__main__ import COMMANDS, main
 from sglang_ext_bench.on_gpu import ROOT, STEPS, Step
@@ -28,6 +29,13 @@ def bench_arguments(command: str) -> Iterator[list[str]]:
         _, found, arguments = part.partition(f"{BENCH} ")
         if found:
             yield shlex.split(arguments)
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser()
+    on_gpu.add_arguments(parser)
+    return parser.parse_args(words)
 
 
 def test_commands_name_files_checks_and_options_that_exist():
@@ -50,9 +58,9 @@ def test_commands_name_files_checks_and_options_that_exist():
 
 def test_steps_find_the_packages_and_the_helpers_of_tests(monkeypatch, tmp_path, capsys):
     names = "sglang_ext, sglang_ext_bench, check_names, gpu_machine"
-    monkeypatch.setattr(on_gpu, "STEPS", {"imports": Step(f"python -c 'import {names}'", 120)})
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert main(["on-gpu", "imports", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    steps = {"imports": Step(f"python -c 'import {names}'", 120)}
+    assert on_gpu.run(arguments("imports", "--out", str(tmp_path)), steps) == 0, capsys.readouterr().out
 
 
 def test_the_list_runs_nothing(tmp_path, monkeypatch, capsys):
@@ -86,16 +94,17 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_others_are
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]
 
 
-def test_a_step_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(on_gpu, "STEPS", {
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(tmp_path, capsys):
+    steps = {
         "hangs": Step("echo begun; sleep 300 & wait", 1), "fails": Step("echo bad >&2; exit 3", 60),
         "well": Step("cp {model}/config.json {out}.json", 60),
-    })  # fmt: skip
-    assert main(["on-gpu", "hangs+fails", "well", "--out", str(tmp_path)]) == 1
+    }  # fmt: skip
+    assert on_gpu.run(arguments("hangs+fails", "well", "--out", str(tmp_path)), steps) == 1
     printed = capsys.readouterr().out
     assert "== hangs: stopped after its limit of 1 s" in printed and "begun" in printed
     assert "== fails: exit code 3" in printed and "bad" in (tmp_path / "fails.log").read_text()
     assert "== well: exit code 0" in printed and '"num_hidden_layers": 36' in (tmp_path / "well.json").read_text()
-    assert main(["on-gpu", "well", "nonsense", "--out", str(tmp_path)]) == 2
-    assert "unknown steps nonsense: pass some of hangs, fails, well; --list prints their commands" in capsys.readouterr().err
+    with pytest.raises(CommandError, match="unknown steps nonsense: pass some of hangs, fails, well; --list prints their commands"):
+        on_gpu.run(arguments("well", "nonsense", "--out", str(tmp_path)), steps)
+    assert main(["on-gpu", "nonsense", "--out", str(tmp_path)]) == 2 and "unknown steps nonsense" in capsys.readouterr().err
     assert main(["on-gpu"]) == 2 and "no step is named" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from bench_helpers import PROMPT
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.soaking import external_server, sending, tool_calls
+from sglang_ext_bench.soaking import sending, tool_calls
 from sglang_ext_bench.soaking.answers import AnswerError, DiffersFromStock, check
 from sglang_ext_bench.soaking.external_server import (
     ExternalServer,
@@ -28,12 +28,15 @@ IDLE = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET requests from ``pages``, by path."""
+    """Answers GET requests from ``pages``, by path. Of a list, each request takes the next page; the last one stays."""
 
     pages: dict[str, Any] = {}
 
     def do_GET(self) -> None:
-        body = json.dumps(self.pages[self.path]).encode()
+        page = self.pages[self.path]
+        if isinstance(page, list):
+            page = page.pop(0) if len(page) > 1 else page[0]
+        body = json.dumps(page).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -43,10 +46,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExternalServer]:
+def running(monkeypatch: pytest.MonkeyPatch, quick_sleep: None) -> Iterator[ExternalServer]:
     """The client of a running server."""
-    monkeypatch.setattr(external_server, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(external_server, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Handler, "pages", {"/health": "", "/v1/loads": {"loads": [IDLE]}, "/server_info": {}})
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -89,11 +90,9 @@ class TestExternalServer:
         assert str(describe_leak(running)).endswith("holds 1 running requests, 3 used tokens")
 
     def test_a_server_that_becomes_idle_in_time_has_no_leak(self, running: ExternalServer) -> None:
-        Handler.pages["/v1/loads"] = {"loads": [{**IDLE, "num_used_tokens": 3}]}
-        timer = threading.Timer(0.05, Handler.pages.__setitem__, ("/v1/loads", {"loads": [IDLE]}))
-        timer.start()
+        held = {"loads": [{**IDLE, "num_used_tokens": 3}]}
+        Handler.pages["/v1/loads"] = [held, held, {"loads": [IDLE]}]
         assert describe_leak(running) is None
-        timer.join()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
-from sglang_ext_bench.serving import step_profile
 from sglang_ext_bench.serving.step_profile import (
     Total,
     analyze,
@@ -74,11 +73,10 @@ def test_a_trace_is_read_once_it_is_complete(tmp_path):
     assert read_trace(tmp_path, 5) == TRACE
 
 
-def test_a_machine_without_a_gpu_is_refused_before_a_server_starts(monkeypatch, capsys):
+def test_a_machine_without_a_gpu_is_refused_before_a_server_starts(monkeypatch, launches, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(step_profile, "ServerProcess", None)
     assert main(["step-profile", "--model", "nowhere"]) == 2
-    assert "an NVIDIA GPU, and this machine has none" in capsys.readouterr().err
+    assert "an NVIDIA GPU, and this machine has none" in capsys.readouterr().err and not launches.made
 
 
 class SlowServer:

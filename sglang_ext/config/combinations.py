@@ -1,13 +1,10 @@
-"""Combinations of options: conditions under which flags have an effect, and options that cannot be combined with a flag.
-
-Each has a reason and a remedy. The table of flags (flags.py) uses them.
-"""
+"""Combinations of options for the table of flags (flags.py): conditions for an effect, and options that cannot be combined with a flag."""
 
 from sglang_ext.config import options
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.disaggregation_options import ROLES, quantized_transfer_settings
 from sglang_ext.config.method_options import drop_methods
-from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, refuse_env_var, refuse_if_set
+from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
 from sglang_ext.mem_cache.compressors import catalogue
 
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
@@ -72,10 +69,6 @@ NEEDS_ONLINE_METHOD = Condition(
     "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
 )
 
-HICACHE = (
-    *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
-    *("hicache_storage_backend", "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config"),
-)
 OF_HOST = "use --kv-host-gb for KV in host memory"
 LAYOUT = "compressed KV needs a pool that stores each layer's tokens one after another"
 IDLE = "its tree would be unused beside the one that accounts for compressed slots"
@@ -86,7 +79,10 @@ CACHES: tuple[Refusal, ...] = (
         "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
         "the prefix tree must account for compressed slots", "leave it out, or use --kv-mode full",
     ),
-    refuse_if_set("enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
+    refuse_if_set(
+        "enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}",
+        fields_with_prefix("hicache_"),
+    ),
     refuse_if_set("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
     refuse_if_set("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
     refuse_env_var("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
@@ -137,18 +133,8 @@ PARALLELISM: tuple[Refusal, ...] = (
 TOKENIZER = "requests would bypass the checks of the tokenizer process, and lack our fields of meta_info"
 # Options of other speculative algorithms. Here --kv-draft-length and similar flags replace them.
 SPECULATION = (
-    *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
-    *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_dflash_block_size"),
-    *("speculative_dspark_block_size", "speculative_dspark_sps_table_path", "speculative_dspark_confidence_sts_path"),
-    *("speculative_dspark_align_verify_tokens_to_graph_tier", "speculative_accept_threshold_single"),
-    *("speculative_accept_threshold_acc", "speculative_use_rejection_sampling", "speculative_token_map"),
-    *("speculative_attention_mode", "speculative_draft_attention_backend", "speculative_draft_window_size"),
-    *("speculative_moe_runner_backend", "speculative_moe_a2a_backend", "speculative_draft_model_quantization"),
-    *("speculative_skip_dp_mlp_sync", "enable_multi_layer_eagle", "speculative_adaptive", "speculative_adaptive_config"),
-    *("spec_trace_dir", "speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth"),
-    *("speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "speculative_ngram_capacity"),
-    *("speculative_ngram_external_corpus_path", "speculative_ngram_external_sam_budget"),
-    *("speculative_ngram_external_corpus_max_tokens", "enable_draft_weights_cpu_backup", "decrypted_draft_config_file"),
+    *(name for name in fields_with_prefix("speculative_") if name != "speculative_algorithm"),
+    *("enable_multi_layer_eagle", "spec_trace_dir", "enable_draft_weights_cpu_backup", "decrypted_draft_config_file"),
     *("enable_linear_replayssm_spec", "linear_attn_verify_backend"),
 )
 

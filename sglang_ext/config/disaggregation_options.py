@@ -5,7 +5,6 @@ Both roles accept the same methods. The prefill server computes a prompt's KV, S
 compresses it, drafts and verifies.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -68,27 +67,14 @@ def quantized_transfer_settings(args: KVServerArgs) -> dict[str, bool | int | st
     return {CODES + name: value for name, value in said.items()}
 
 
-@dataclass(frozen=True)
-class Transport:
-    """The module that SGLang imports for a transport.
-
-    Attributes:
-        module: The module that transfers the bytes.
-        remedy: How to install it.
-    """
-
-    module: str
-    remedy: str
-
-
 MOONCAKE_TCP = "mooncake_tcp"
-# SGLang's transports. Other ones include what they need, as ours does.
+# SGLang's transports: the module that each imports, and how to install it. Other ones include what they need, as ours does.
 TRANSPORTS = {
-    "mooncake": Transport("mooncake.engine", "pip install mooncake-transfer-engine"),
-    MOONCAKE_TCP: Transport("mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine)"),
-    "nixl": Transport("nixl._api", "pip install nixl"),
-    "mori": Transport("mori.io", "use SGLang's image for AMD's GPUs, which has it"),
-    "ascend": Transport("memfabric_hybrid", "use SGLang's image for Ascend's NPUs, which has it"),
+    "mooncake": ("mooncake.engine", "pip install mooncake-transfer-engine"),
+    MOONCAKE_TCP: ("mooncake.engine", "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine)"),
+    "nixl": ("nixl._api", "pip install nixl"),
+    "mori": ("mori.io", "use SGLang's image for AMD's GPUs, which has it"),
+    "ascend": ("memfabric_hybrid", "use SGLang's image for Ascend's NPUs, which has it"),
 }
 # It transfers nothing.
 FAKE = "fake"
@@ -101,15 +87,15 @@ def transport_obstacle(backend: str) -> str | None:
     """
     if backend == FAKE:
         return f"it moves no KV, and SGLang's prefill servers refuse it: use {BACKEND}"
-    transport = TRANSPORTS.get(backend)
-    if transport is None:
+    if backend not in TRANSPORTS:
         return None
-    package = transport.module.partition(".")[0]
+    module, remedy = TRANSPORTS[backend]
+    package = module.partition(".")[0]
     if find_spec(package) is None:
-        return f"the package {package} is not installed: {transport.remedy}, or use {BACKEND}"
+        return f"the package {package} is not installed: {remedy}, or use {BACKEND}"
     try:
-        import_module(transport.module)
+        import_module(module)
     except (ImportError, OSError) as error:
         said = " ".join(str(error).split())
-        return f"{transport.module} does not load ({type(error).__name__}: {said}): install what it lacks, or use {BACKEND}"
+        return f"{module} does not load ({type(error).__name__}: {said}): install what it lacks, or use {BACKEND}"
     return None

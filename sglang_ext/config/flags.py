@@ -17,6 +17,7 @@ from sglang_ext.config.combinations import (
 from sglang_ext.config.rules import Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, SCORE_BITS
 
@@ -33,10 +34,6 @@ ONLY_VERIFIED = Refusal("--kv-mode lossy", lambda args: args.kv_mode != "verifie
 
 def _has_no_quantizer(args: KVServerArgs) -> bool:
     return method_options.shared_quant_method(method_options.offered_methods(args)) is None
-
-
-def _points_to_full_kv(args: KVServerArgs) -> bool:
-    return catalogue.points(args.kv_compressor)
 
 
 TABLE: dict[str, Flag] = {
@@ -58,14 +55,17 @@ TABLE: dict[str, Flag] = {
                 "use --kv-mode verified, or --kv-compressor snapkv",
             ),
             Refusal(
-                "--device {args.device}", selection.selects_on_cpu_alone, "it selects tokens on a CPU alone",
+                "--device {args.device}",
+                lambda args: args.device != "cpu"
+                and selection.has_selector(args) and not selection.is_spade(args) and not selection.has_attention_selector(args),
+                "it selects tokens on a CPU alone",
                 "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu", needs_device=True,
             ),
             Refusal(
                 "--page-size {args.page_size}",
-                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % catalogue.QUEST_PAGE != 0,
-                f"on a GPU it selects pages of {catalogue.QUEST_PAGE} tokens, which must be pages of the pool",
-                f"pass --page-size {catalogue.QUEST_PAGE}", needs_device=True,
+                lambda args: selection.has_attention_selector(args) and (args.page_size or 1) % Quest.page != 0,
+                f"on a GPU it selects pages of {Quest.page} tokens, which must be pages of the pool",
+                f"pass --page-size {Quest.page}", needs_device=True,
             ),
             Refusal(
                 "--disaggregation-mode {args.disaggregation_mode}",
@@ -92,7 +92,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_bits": Flag(
         text="Bits of a packed number: "
-        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
+        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.QUANTIZERS[name].bits))}" for name in catalogue.packing())
         + ". The first is the default.",
         group=SECTION_KEPT,
         conflicts=(
@@ -102,7 +102,7 @@ TABLE: dict[str, Flag] = {
                 "pass --kv-score-bits 8 or 4 instead, or --kv-compressor kivi",
             ),
             Refusal(
-                "--kv-compressor {args.kv_compressor}", lambda args: _has_no_quantizer(args) and _points_to_full_kv(args),
+                "--kv-compressor {args.kv_compressor}", lambda args: _has_no_quantizer(args) and catalogue.points(args.kv_compressor),
                 KEEPS_TOKENS, "pass --kv-compressor kivi",
             ),
             Refusal(
@@ -113,7 +113,7 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_partition": Flag(
         text="Size of a quantization group for integer attention: channels of a key, tokens of a value. "
-        + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
+        + "; ".join(f"{name}: {', '.join(map(str, catalogue.QUANTIZERS[name].partitions))}" for name in catalogue.partitioned())
         + ". The first is the default. Smaller groups are more precise, and take more memory.",
         group=SECTION_KEPT,
         conflicts=(

@@ -1,6 +1,4 @@
-"""The compression methods that a server offers. A request selects one by name.
-
-Checks of values and combinations, budgets by head, and the folders that methods read.
+"""The compression methods that a server offers, of which a request selects one by name: values, combinations, budgets by head, and folders.
 
 The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
 """
@@ -23,12 +21,9 @@ BUDGETS = Range(0, 1, excludes_minimum=True, integers_only=False)
 
 @dataclass(frozen=True)
 class OfferedMethod:
-    """A method that requests may ask for.
+    """A method that requests may ask for by its name: NAME, or NAME:BUDGET.
 
-    Attributes:
-        name: Name in requests: NAME, or NAME:BUDGET.
-        compressor: A value of ``--kv-compressor``.
-        budget: Share of the context's tokens that its compressed KV keeps.
+    ``compressor`` is a value of ``--kv-compressor``. ``budget`` is the share of the context's tokens that its compressed KV keeps.
     """
 
     name: str
@@ -126,13 +121,9 @@ def resolve_methods(args: KVServerArgs) -> None:
 
 
 def resolve_budget(compressor: str, budget: float | None, flag: str = FIRST, setting: str = "--kv-budget is {}") -> float:
-    """Return the share of tokens that a method keeps.
+    """Return the share of tokens that a method, NAME or NAME+NAME, keeps: the requested ``budget``, or if None the method's default.
 
-    Args:
-        compressor: NAME or NAME+NAME.
-        budget: The requested share. None for the method's default.
-        flag: The flag that names the compressor, for messages.
-        setting: Format of the budget in messages.
+    Messages name the compressor's ``flag``, and the budget in the format ``setting``.
     """
     drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
@@ -209,9 +200,7 @@ def _packed_by(offer: OfferedMethod, packs: str) -> str:
 def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads.
 
-    Args:
-        args: The server's arguments.
-        head_dim: Returns the channels of a head. Called only if keys are partitioned. None if not known yet.
+    ``head_dim`` returns the channels of a head, None if not known yet. It is called only if keys are partitioned.
     """
     found = offered_methods(args)
     for packed in (offer for offer in found if offer.quant_method):
@@ -219,7 +208,7 @@ def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> 
         if partition is None or (dim := head_dim()) is None or dim % partition == 0:
             continue
         flag = FIRST if packed is found[0] else MORE
-        smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.quant_method)) if dim % size == 0]
+        smaller = [str(size) for size in sorted(catalogue.QUANTIZERS[packed.quant_method].partitions) if dim % size == 0]
         remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
         raise OptionError(
             f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
@@ -228,16 +217,14 @@ def check_partitions(args: KVServerArgs, head_dim: Callable[[], int | None]) -> 
 
 
 def resolve_head_budgets(args: KVServerArgs) -> None:
-    """Resolve ``--kv-head-budgets auto``.
+    """Resolve ``--kv-head-budgets auto``, based on measurements (docs/benchmarks.md, "Budgets that differ by head").
 
-    ``auto`` is based on measurements (docs/benchmarks.md, "Budgets that differ by head"). For methods whose scores are more informative
-    over all heads than within one, a verification gives half as many tokens again. A draft takes a quarter longer on an H200. So adaptive
-    pays for these methods, and for no other.
+    For methods whose scores are more informative over all heads than within one, a verification gives half as many tokens again. A draft
+    takes a quarter longer on an H200. So adaptive pays for these methods, and for no other.
     """
-    first, *others = offered_methods(args)
     if args.kv_head_budgets == "auto":
-        better = first.drop_method in catalogue.better_uneven()
-        alone = better and not others and first.quant_method is None
+        first, *others = offered_methods(args)
+        alone = first.drop_method in catalogue.better_uneven() and not others and first.quant_method is None
         device = expected_device(args.device)
         backends = model_options.COMPRESSED_KV_BACKENDS.get(device)
         can_read = backends is not None and attention_backends(args) <= set(backends)
@@ -255,7 +242,7 @@ def check_head_budgets(args: KVServerArgs) -> None:
 def _check_folders(args: KVServerArgs, compressors: tuple[str, ...]) -> None:
     """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and a missing one."""
     for name in catalogue.dropping():
-        if (wanted := catalogue.required_folder(name)) is None:
+        if (wanted := catalogue.COMPRESSORS[name].reads) is None:
             continue
         folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
         reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)

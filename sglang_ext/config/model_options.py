@@ -32,11 +32,6 @@ def check_model(args: KVServerArgs) -> None:
             "text models with multi-head, grouped-query or multi-query attention over the whole "
             "context, in float weights. Use --kv-mode full for this model."
         )
-    _check_deterministic_heads(args, config)
-
-
-def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
-    """Refuse bit-identical verification of heads with one query head, which SGLang's Triton decode computes in another kernel."""
     exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
     query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
     if exact and query_heads == kv_heads:
@@ -49,11 +44,7 @@ def _check_deterministic_heads(args: KVServerArgs, config: object) -> None:
 
 
 def unsupported_model_reason(config: object) -> str | None:
-    """Why a model cannot be served from a compressed KV cache. None if it can.
-
-    Args:
-        config: SGLang's ``ModelConfig``.
-    """
+    """Why a model, with SGLang's ``ModelConfig``, cannot be served from a compressed KV cache. None if it can."""
     from sglang.srt.configs.model_config import AttentionArch
 
     text = config.hf_text_config
@@ -91,13 +82,7 @@ COMPRESSED_KV_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), 
 def check_compressed_kv_backends(args: KVServerArgs, compressed_kv: str, remedy: str) -> None:
     """Refuse devices, backends and schedules that cannot read compressed KV without plain tokens, after SGLang selected them.
 
-    Args:
-        args: The server's arguments.
-        compressed_kv: Name of the compressed KV, for messages.
-        remedy: What to pass instead.
-
-    Raises:
-        OptionError: Names SGLang's selection, and the remedy.
+    ``OptionError`` names SGLang's selection, the ``compressed_kv`` and the ``remedy``.
     """
     found = attention_backends(args)
     if found - set(COMPRESSED_KV_BACKENDS.get(args.device, ())):

@@ -38,20 +38,15 @@ def _check_acceptance(args: KVServerArgs, asked: object) -> None:
         raise ValueError(f"{setting}; pass {PROBABILITY}, or leave it out for the server's {forced:g}")
 
 
-def request_pacing(default: str, custom_params: dict[str, Any] | None) -> str:
-    """The pacing of a request: its own, or the server's ``default``."""
-    return _value(custom_params, PACING) or default
+def request_value(custom_params: dict[str, Any] | None, key: str, default: Any) -> Any:
+    """A request's own value of a parameter, or the server's ``default``."""
+    asked = custom_params.get(key) if isinstance(custom_params, dict) else None
+    return default if asked is None else asked
 
 
 def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> float:
     """Probability that a draft is accepted if all previous ones were: the request's own, or the server's ``forced``."""
-    value = _value(custom_params, ACCEPTANCE)
-    return float(forced if value is None else value)
-
-
-def _value(custom_params: dict[str, Any] | None, key: str) -> Any:
-    """A request's value of a parameter. None if it has none."""
-    return custom_params.get(key) if isinstance(custom_params, dict) else None
+    return float(request_value(custom_params, ACCEPTANCE, forced))
 
 
 REQUEST_PARAMS: dict[str, Callable[[KVServerArgs, Any], None]] = {
@@ -74,16 +69,9 @@ MAX_LENGTH = 40
 
 
 def check_params(args: KVServerArgs, custom_params: object, has_processor: bool = False) -> None:
-    """Refuse unknown parameters, and values that this server cannot serve.
+    """Refuse unknown parameters, and values that this server cannot serve (``ValueError``).
 
-    Args:
-        args: The server's arguments.
-        custom_params: Of a request.
-        has_processor: The request has a custom logit processor, which reads keys of its own from ``custom_params``. Only keys that
-            begin with ``kv_`` are refused then.
-
-    Raises:
-        ValueError: ``custom_params`` is not an object, a key is unknown or misspelled, or a value is refused.
+    A custom logit processor (``has_processor``) reads keys of its own from ``custom_params``: only keys that begin with ``kv_`` are refused.
     """
     if custom_params is None:
         return
@@ -100,14 +88,9 @@ def check_params(args: KVServerArgs, custom_params: object, has_processor: bool 
 
 
 def check_key(key: str, holder: str) -> None:
-    """Refuse a key that resembles a parameter of this plugin but is none.
+    """Refuse a key of ``holder`` that resembles a parameter of this plugin but is none.
 
-    Args:
-        key: A key of a request.
-        holder: The object that has it, for the message.
-
-    Raises:
-        ValueError: Names the key, the parameter that it resembles, and those that a request may set (:data:`OFFERED`).
+    ``ValueError`` names the key, the parameter that it resembles, and those that a request may set (:data:`OFFERED`).
     """
     if key in REQUEST_PARAMS or key == CUSTOM_PARAMS or key in FOREIGN:
         return

@@ -1,5 +1,4 @@
-"""The server's arguments, and the classes of the table of flags (flags.py):
-:class:`Flag`, :class:`Range`, :class:`Condition`, :class:`Refusal`.
+"""The server's arguments, and the classes of the table of flags (flags.py).
 
 Texts may name values of the arguments, as in ``--tp-size {args.tp_size}``.
 """
@@ -20,10 +19,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 
 @dataclass
 class KVServerArgs(ServerArgs):
-    """SGLang's server arguments with a field for each ``--kv-*`` flag.
-
-    flags.py says what each flag does. :class:`~sglang_ext.arguments.CheckedServerArgs` parses and checks them.
-    """
+    """SGLang's server arguments with a field for each flag of flags.py. :class:`~sglang_ext.arguments.CheckedServerArgs` checks them."""
 
     kv_mode: str = "full"
     kv_compressor: str = catalogue.DEFAULT
@@ -90,14 +86,9 @@ def one_of(values: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``.
+    """Finite numbers that a flag allows. As text: ``a whole number of tokens from 1 to 64``, where ``tokens`` is the unit.
 
-    Attributes:
-        minimum, maximum: The limits. Inclusive, unless ``excludes_minimum`` is set.
-        unit: Plural of what the number counts.
-        excludes_minimum: ``minimum`` itself is not allowed.
-        integers_only: Only whole numbers are allowed.
-        accepts_float_type: A whole number may be a ``float``, such as 2048.0.
+    With ``accepts_float_type`` a whole number may be a ``float``, such as 2048.0.
     """
 
     minimum: float
@@ -122,13 +113,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which a flag has an effect.
+    """A condition under which a flag has an effect. Otherwise the log says ``unmet``, and a remedy.
 
-    Attributes:
-        text: The condition, for the help and the documents. Empty if the help should not mention it.
-        holds: Whether the arguments meet it.
-        unmet: Why the flag has no effect if they do not.
-        remedy: What to do so that it has an effect.
+    Help and documents show its ``text``, unless that is empty.
     """
 
     text: str
@@ -152,9 +139,6 @@ class Refusal:
 
     Attributes:
         option: The option as users type it, or an environment variable.
-        is_requested: Whether the arguments request it.
-        why: The reason.
-        remedy: What to do instead.
         dependent_fields: Fields of SGLang's arguments that only have an effect with this option. Values other than the defaults are refused.
         value: The only value of the flag that is refused. None for any value other than the default.
         needs_device: The option is known only after SGLang selected the device.
@@ -169,15 +153,9 @@ class Refusal:
     needs_device: bool = False
 
     def check(self, args: KVServerArgs, flag: str, otherwise: str = "") -> None:
-        """Refuse arguments that request the option, or a dependent one.
+        """Refuse arguments that request the option, or a dependent one: ``OptionError`` names ``flag``, the option, the reason and the remedy.
 
-        Args:
-            args: The server's arguments.
-            flag: The flag, with its value.
-            otherwise: Text appended to the remedy.
-
-        Raises:
-            OptionError: Names the flag, the option, the reason and the remedy.
+        ``flag`` includes its value. ``otherwise`` is appended to the remedy.
         """
         combination = f"{flag} cannot be combined with"
         if self.is_requested(args):
@@ -191,6 +169,11 @@ class Refusal:
                     f"{combination} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
                     f"{self.why}; leave it out, or use --kv-mode full."
                 )
+
+
+def fields_with_prefix(prefix: str) -> tuple[str, ...]:
+    """Fields of SGLang's arguments whose names begin with ``prefix``."""
+    return tuple(field.name for field in dataclasses.fields(ServerArgs) if field.name.startswith(prefix))
 
 
 def refuse_if_set(name: str, why: str, remedy: str = "leave it out", dependent_fields: tuple[str, ...] = ()) -> Refusal:
@@ -213,7 +196,6 @@ class Flag(Arg):
     """A flag of the table. SGLang's parser reads the fields of ``Arg``, which are set from the others.
 
     Attributes:
-        text: What the flag does.
         group: Section of the documents.
         values: Allowed values and ranges. Empty if a function checks the flag.
         example: A usual value, for messages.
@@ -221,8 +203,6 @@ class Flag(Arg):
         requires: Further conditions for an effect. The log names a flag of which one is not met.
         conflicts: Combinations that are refused.
         warning: Consequence of the flag that the log names.
-        name: Field of the arguments.
-        default: Value of a flag that is not given.
     """
 
     text: str

@@ -1,13 +1,9 @@
-"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process.
-
-The checks raise :class:`~sglang_ext.core.OptionError` with the flag, its value and the remedy.
-"""
+"""Flags of methods that select tokens for each step: how many and how often. For ``spade`` also by which query, and in which process."""
 
 import logging
 import math
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,11 +11,9 @@ from sglang_ext.config import options
 from sglang_ext.config.rules import KVServerArgs, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +22,8 @@ AUTO = "auto"
 INTERVALS = (16, 8, 4, 2, 1)
 # Maximum bytes of a cache rank's exchange buffer in memory of the model's GPU: for keys and queries; and for values and sent rows too.
 EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES = 256 << 20, 3 << 29
-# Default bits of the keys with which cache ranks on GPUs select.
+# Default bits of the keys with which cache ranks on GPUs select: for some layers in less time than the model computes them
+# (docs/results/longcot.md).
 RANK_BITS = 8
 
 
@@ -47,21 +42,14 @@ def has_attention_selector(args: KVServerArgs) -> bool:
     return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == catalogue.QUEST
 
 
-def selects_on_cpu_alone(args: KVServerArgs) -> bool:
-    """Whether the server's method selects tokens on a CPU only, and the device is another."""
-    return has_selector(args) and args.device != "cpu" and not is_spade(args) and not has_attention_selector(args)
-
-
 def selection_interval(args: KVServerArgs) -> int:
     """The selection interval, in steps; for auto the shortest interval."""
     return 1 if args.kv_select_every == AUTO else args.kv_select_every
 
 
 def selection_intervals(args: KVServerArgs) -> tuple[int, ...]:
-    """Selection intervals from which a server chooses by measured times, longest first; a single one if it does not choose.
-
-    A server chooses only for spade in mode verified: in mode lossy, answers would depend on times. Cache ranks choose their own interval.
-    """
+    """Selection intervals from which a server chooses by measured times, longest first; a single one if it does not choose."""
+    # In mode lossy, answers would depend on times. Cache ranks choose their own interval.
     chooses = args.kv_select_every == AUTO and args.kv_mode == "verified" and is_spade(args) and not num_cache_ranks(args)
     return INTERVALS if chooses else (selection_interval(args),)
 
@@ -80,10 +68,7 @@ def slot_code_bits(args: KVServerArgs) -> int:
 
 
 def score_bits(args: KVServerArgs) -> int:
-    """Bits of the keys used for selection. Known after SGLang selected the device.
-
-    With the default, cache ranks on GPUs select for some layers in less time than the model computes them (docs/results/longcot.md).
-    """
+    """Bits of the keys used for selection. Known after SGLang selected the device."""
     if args.kv_score_bits is not None:
         return args.kv_score_bits
     return RANK_BITS if has_gpu_ranks(args) else EXACT
@@ -235,10 +220,8 @@ def max_selected_tokens(args: KVServerArgs) -> int:
     return int(args.kv_select) if has_selector(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
-def spade(args: KVServerArgs) -> "Spade":
+def spade(args: KVServerArgs) -> Spade:
     """The spade method with the flags' settings. For arguments after :func:`resolve_selection`."""
-    from sglang_ext.mem_cache.compressors.step_selectors import Spade
-
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not num_cache_ranks(args)
     return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))

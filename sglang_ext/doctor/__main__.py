@@ -8,79 +8,93 @@ import argparse
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from sglang_ext.config import options
-from sglang_ext.doctor.checks import (
-    CACHE_RANKS, INSTALL, PLATFORM, PLATFORM_GROUP, PLUGIN, PLUGIN_GROUP, Check, check_attention_backends, check_cache_ranks, check_device,
-    check_entry_point, check_hooks, check_kernels, check_model, check_not_filtered, check_python, check_router, check_sglang, check_torch,
-    check_transfer, make_check, one_line, package_version,
-)  # fmt: skip
+from sglang_ext.doctor import checks
+from sglang_ext.doctor.checks import Check
+from sglang_ext.hooks.activation import required_names
+
+SGLANG_VERSION = "0.5.17"
 
 logger = logging.getLogger(__name__)
 
-
-def check_modes(others: Iterable[Check]) -> Check:
-    """Check which ``--kv-mode`` values can be used, given the other checks."""
-    # All modes work without cache ranks.
-    failed = [check.name for check in others if not check.ok and check.name != CACHE_RANKS]
-    found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
-    return make_check("kv modes", not failed, found, f"see {', '.join(failed)}")
+CheckFunction = Callable[[], Check | Iterable[Check]]
 
 
-def examine(model: str | None = None) -> list[Check]:
-    """Run all checks, in the order of the report. Checks that need SGLang run only if it is installed."""
-    wanted: list[tuple[str, Callable[[], Check | Iterable[Check]]]] = [
-        *(("Python", check_python), ("SGLang", check_sglang), ("torch", check_torch)),
-        ("plugin", lambda: check_entry_point("plugin", PLUGIN_GROUP, PLUGIN)),
-        ("platform", lambda: check_entry_point("platform", PLATFORM_GROUP, PLATFORM)),
-        ("plugin selection", check_not_filtered),
-    ]
-    if package_version("sglang") and package_version("torch"):
-        wanted += [("device", check_device), ("attention backends", check_attention_backends), ("KV transfer", check_transfer)]
-        wanted += [("router", check_router)]
-        wanted += [("hooks", check_hooks), (CACHE_RANKS, check_cache_ranks)]
+def checks_for(model: str | None, sglang: str | None, torch: str | None) -> dict[str, CheckFunction]:
+    """All checks by name, in the order of the report. Checks that need SGLang or ``model`` are left out without them.
+
+    ``sglang`` and ``torch`` are the installed versions. None for a package that is not installed.
+    """
+    wanted: dict[str, CheckFunction] = {
+        "Python": checks.check_python,
+        "SGLang": lambda: checks.check_package("SGLang", sglang, SGLANG_VERSION),
+        "torch": lambda: checks.check_package("torch", torch),
+        "plugin": lambda: checks.check_entry_point("plugin", *checks.PLUGIN),
+        "platform": lambda: checks.check_entry_point("platform", *checks.PLATFORM),
+        "plugin selection": checks.check_not_filtered,
+    }
+    if sglang and torch:
+        wanted |= {"device": checks.check_device, "attention backends": checks.check_attention_backends, "KV transfer": checks.check_transfer}
+        wanted |= {"router": checks.check_router, "hooks": lambda: checks.check_hooks(required_names(), SGLANG_VERSION)}
+        wanted[checks.CACHE_RANKS] = checks.check_cache_ranks
         if model is not None:
-            wanted += [("model", lambda: check_model(model)), ("kernels", lambda: check_kernels(model))]
-    checks = [line for name, check in wanted for line in _guarded(name, check)]
-    return [*checks, check_modes(checks)]
+            read = cache(lambda: checks.read_model(model))
+            wanted |= {"model": lambda: checks.check_model(model, read()), "kernels": lambda: checks.check_kernels(read())}
+    return wanted
 
 
-def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Check]:
+def examine(wanted: Mapping[str, CheckFunction]) -> list[Check]:
+    """Run the checks. The last line says which ``--kv-mode`` values can be used."""
+    lines = [line for name, check in wanted.items() for line in _guarded(name, check)]
+    # All modes work without cache ranks.
+    failed = [line.name for line in lines if not line.ok and line.name != checks.CACHE_RANKS]
+    found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
+    return [*lines, checks.make_check("kv modes", not failed, found, f"see {', '.join(failed)}")]
+
+
+def _guarded(name: str, check: CheckFunction) -> list[Check]:
     """Run a check and return its lines. If it raises, as with a broken installation, return a failing line, so that the others still run."""
     try:
         found = check()
         return [found] if isinstance(found, Check) else list(found)
     except Exception as error:
         logger.debug("sglang-ext: the check of %s failed", name, exc_info=True)
-        return [Check(name, False, one_line(error), INSTALL)]
+        return [Check(name, False, checks.one_line(error), checks.INSTALL)]
 
 
-def render(checks: list[Check]) -> Table:
+def render(lines: list[Check]) -> Table:
     """The report as a table."""
     # Folded, not cut: a narrow terminal would hide the end of a remedy's command.
     columns = ("", *(Column(name, overflow="fold") for name in ("check", "found", "remedy")))
     table = Table(*columns, title="sglang-ext doctor")
-    for check in checks:
-        mark = "[green]ok[/]" if check.ok else "[red]no[/]"
-        table.add_row(mark, *map(escape, (check.name, check.found, check.remedy)))
+    for line in lines:
+        mark = "[green]ok[/]" if line.ok else "[red]no[/]"
+        table.add_row(mark, *map(escape, (line.name, line.found, line.remedy)))
     return table
+
+
+def report(lines: list[Check]) -> int:
+    """Print the checks. Return the exit code: 0 if all are fulfilled, else 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    Console().print(render(lines))
+    return 0 if all(line.ok for line in lines) else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
-    checks = examine(parser.parse_args(arguments).model)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path may have characters that the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    Console().print(render(checks))
-    return 0 if all(check.ok for check in checks) else 1
+    model = parser.parse_args(arguments).model
+    return report(examine(checks_for(model, checks.package_version("sglang"), checks.package_version("torch"))))
 
 
 if __name__ == "__main__":

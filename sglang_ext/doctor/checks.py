@@ -5,9 +5,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from itertools import combinations
@@ -19,11 +18,22 @@ import torch
 import zmq
 
 from sglang_ext import serve_pd
-from sglang_ext.config import disaggregation_options, model_folder, model_options, options
+from sglang_ext.config import (
+    disaggregation_options,
+    model_folder,
+    model_options,
+    options,
+)
 from sglang_ext.config.options import BACKEND
-from sglang_ext.hooks import activation as hooking
+from sglang_ext.hooks.activation import find_problem, is_patched_fork
+from sglang_ext.hooks.table import Hook, PrivateName
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.cache_rank.protocol import (
+    VERSION,
+    Attach,
+    BufferShape,
+    RotaryParameters,
+)
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -34,13 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SGLANG_VERSION = "0.5.17"
 INSTALL = "run `make install`, or `pip install -e .` in the environment that serves"
 PYTHON_VERSIONS = ((3, 11), (3, 12))
-PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
-PLATFORM_GROUP, PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
+PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
+PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
 CACHE_RANKS = "cache ranks"
-SHARED_FOLDER = Path("/dev/shm")
 RANKS_REMEDY = (
     "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
     "--kv-cache-ranks: tokens are then selected between steps, on a GPU on a second stream"
@@ -49,14 +57,7 @@ RANKS_REMEDY = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        name: What was checked.
-        ok: Whether sglang-ext can serve with what was found.
-        found: What was found.
-        remedy: What to do if not ``ok``. Empty if it is.
-    """
+    """One line of the report. ``ok``: sglang-ext can serve with what was found. ``remedy``: what to do if not, else empty."""
 
     name: str
     ok: bool
@@ -89,35 +90,31 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def check_sglang() -> Check:
-    """Check that SGLang is installed, in the version that the hooks were written for."""
-    found = package_version("sglang")
-    return make_check("SGLang", found == SGLANG_VERSION, found or "not installed", f"install sglang=={SGLANG_VERSION}: `make install`")
-
-
-def check_torch() -> Check:
-    """Check that torch is installed. SGLang's requirements determine its version."""
-    found = package_version("torch")
-    return make_check("torch", found is not None, found or "not installed", INSTALL)
+def check_package(name: str, found: str | None, required: str | None = None) -> Check:
+    """Check that a package is installed. ``required``: the version that the hooks were written for. None: SGLang's requirements determine it."""
+    remedy = f"install {name.lower()}=={required}: `make install`" if required else INSTALL
+    return make_check(name, found is not None and required in (None, found), found or "not installed", remedy)
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:
     """Check that SGLang finds one of our entry points."""
-    known = [point.name for point in entry_points(group=group) if point.value == value]
-    found = f"{known[0]} in {group}" if known else f"not in {group}"
-    return make_check(name, bool(known), found, INSTALL)
+    known = entry_names(group, value)
+    return make_check(name, bool(known), f"{known[0]} in {group}" if known else f"not in {group}", INSTALL)
+
+
+def entry_names(group: str, value: str) -> list[str]:
+    """Names of the installed entry points of a group that load ``value``."""
+    return [point.name for point in entry_points(group=group) if point.value == value]
 
 
 def check_not_filtered() -> Check:
     """Check that SGLang's environment variables allow it to load the plugin."""
-    ours = {point.name for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN}
-    platforms = {point.name for point in entry_points(group=PLATFORM_GROUP) if point.value == PLATFORM}
     asked = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if asked and not asked & ours:
+    if asked and not asked & {*entry_names(*PLUGIN)}:
         found = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out"
         return Check("plugin selection", False, found, "add sglang_ext to SGLANG_PLUGINS, or unset it")
     platform = os.environ.get("SGLANG_PLATFORM")
-    if platform and platform not in platforms:
+    if platform and platform not in entry_names(*PLATFORM):
         found = f"SGLANG_PLATFORM={platform} leaves it out"
         return Check("plugin selection", False, found, "unset SGLANG_PLATFORM")
     return Check("plugin selection", True, "SGLang loads it")
@@ -179,22 +176,20 @@ def check_router() -> Check:
     return Check("router", True, serve_pd.ROUTER if there else f"none, which serve_pd needs: {serve_pd.INSTALL_ROUTER}")
 
 
-def check_hooks() -> Iterator[Check]:
-    """Yield one line for all hooks and private names, and one for each that does not match."""
-    table = hooking.required_names()
-    problems = {entry.target: hooking.find_problem(entry) for entry in table}
-    remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
+def check_hooks(table: Sequence[Hook | PrivateName], sglang: str) -> Iterator[Check]:
+    """Yield one line for all hooks and private names, and one for each that does not match. ``sglang`` is the version that they match."""
+    problems = {entry.target: find_problem(entry) for entry in table}
+    remedy = f"install sglang=={sglang}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
-    caller = ", called by this patched fork" if hooking.is_patched_fork() else ""
+    caller = ", called by this patched fork" if is_patched_fork() else ""
     yield make_check("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
     for target, problem in problems.items():
         if problem is not None:
             yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
 
 
-@cache
 def read_model(path: str) -> "ModelConfig | Check":
-    """Read a model as SGLang does, once for all checks. Its code is not run. If it cannot be read, return the failing line."""
+    """Read a model as SGLang does. Its code is not run. If it cannot be read, return the failing line."""
     from sglang.srt.configs.model_config import ModelConfig
 
     missing = model_folder.find_problem(path)
@@ -208,9 +203,8 @@ def read_model(path: str) -> "ModelConfig | Check":
         return Check("model", False, f"{path}: {one_line(error)}", remedy)
 
 
-def check_model(path: str) -> Check:
-    """Check that a model's family can be compressed."""
-    model = read_model(path)
+def check_model(path: str, model: "ModelConfig | Check") -> Check:
+    """Check that the family of the model that was read from ``path`` can be compressed."""
     if isinstance(model, Check):
         return model
     unsupported = model_options.unsupported_model_reason(model)
@@ -218,9 +212,8 @@ def check_model(path: str) -> Check:
     return make_check("model", unsupported is None, found, "serve this model with --kv-mode full")
 
 
-def check_kernels(path: str) -> list[Check]:
+def check_kernels(model: "ModelConfig | Check") -> list[Check]:
     """Return a line with the GPU, the shape of the model's attention, and the kernels for it. Empty if SGLang cannot read the model."""
-    model = read_model(path)
     if isinstance(model, Check):
         return []  # check_model reports the reason.
     group = model.get_num_attention_heads(1) // model.get_num_kv_heads(1)
@@ -239,16 +232,17 @@ def check_kernels(path: str) -> list[Check]:
     return [Check("kernels", True, found)]
 
 
-def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, list[str]]:
+def packed_kernels(dim: int, group: int, dtype: torch.dtype) -> dict[str, list[str]]:
     """Group the packing methods that work on a GPU by the kernels that read and write their compressed KV, for one shape of heads."""
     from sglang_ext.layers.attention.decode_backend import LARGEST_HEAD, SMALLEST_HEAD
+    from sglang_ext.layers.kernels.gpu_launch import multiplies_integers
     from sglang_ext.layers.kernels.packed.pack_blocks import can_pack
-    from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments
 
     if not SMALLEST_HEAD <= dim <= LARGEST_HEAD:
         return {"not for such heads": list(catalogue.on_gpu())}
     found: dict[str, list[str]] = {}
-    keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
+    keys = torch.zeros(1, 1, dim, dtype=dtype, device="cuda")
     buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
     for name in catalogue.on_gpu():
         try:
@@ -259,7 +253,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         if packing.keys.sums and not multiplies_integers(keys):
             found.setdefault("not on this GPU", []).append(name)
             continue
-        reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
+        reader = "Gluon" if fragments(packing, keys, group) else "Triton"
         writer = "a kernel" if can_pack(packing, buffers) else "PyTorch"
         found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
     return found
@@ -287,19 +281,19 @@ def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
     finally:
         if link is not None:
             link.end()
-    return make_check(CACHE_RANKS, ready, f"{started}; up to {len(os.sched_getaffinity(0))}, one per core; {_memory()}; {_devices()}", RANKS_REMEDY)
+    return make_check(CACHE_RANKS, ready, f"{started}; up to {len(os.sched_getaffinity(0))}, one per core; {describe_memory()}; {describe_gpus()}", RANKS_REMEDY)
 
 
-def _memory() -> str:
-    """Memory that ranks and servers can share. It is anonymous, so the size of /dev/shm, which other programs use, is no limit."""
+def describe_memory(shared: Path = Path("/dev/shm")) -> str:
+    """Memory that ranks and servers can share. It is anonymous, so the size of ``shared``, which other programs use, is no limit."""
     free = f"{psutil.virtual_memory().available / 1e9:.1f} GB of memory free"
-    if not SHARED_FOLDER.is_dir():
-        return f"{free}, no {SHARED_FOLDER}, which ranks do not need"
-    found = shutil.disk_usage(SHARED_FOLDER)
-    return f"{free}, {SHARED_FOLDER} with {found.free / 1e9:.1f} of {found.total / 1e9:.1f} GB free, which ranks do not take"
+    if not shared.is_dir():
+        return f"{free}, no {shared}, which ranks do not need"
+    found = shutil.disk_usage(shared)
+    return f"{free}, {shared} with {found.free / 1e9:.1f} of {found.total / 1e9:.1f} GB free, which ranks do not take"
 
 
-def _devices() -> str:
+def describe_gpus() -> str:
     """GPUs, and which can read each other's memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:

@@ -8,6 +8,7 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import exit_on_refusal
+from sglang_ext.hooks import activation as hooking, table
 from sglang_ext.layers.forward import KVDraftInput
 
 if TYPE_CHECKING:
@@ -39,10 +40,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
     def build_disagg_draft_input(
         self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: FutureMap
     ) -> KVDraftInput:
-        """Create the input of a round whose requests were prefilled by another server: their first tokens, int64 [requests].
-
-        The worker admits such requests in that round, in which they first appear (request_states.py).
-        """
+        """Create the input of the first round of requests that another server prefilled: their first tokens, int64 [requests]."""
         for req in batch.reqs:
             if req.grammar is not None:
                 # A retracted request comes here again, with a grammar that has seen this token. SGLang recognizes it by this field,
@@ -59,11 +57,11 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 @exit_on_refusal
 def worker_class(server_args: "ServerArgs") -> type:
     """Apply the worker's hooks in this scheduler process, and return the worker class."""
-    from sglang_ext.hooks import activation as hooking
     from sglang_ext.managers.worker import KVWorker
 
-    hooking.check_hooks(server_args.kv_mode, ("scheduler",))
-    hooking.activate_scheduler(server_args.kv_mode)
+    mode = server_args.kv_mode
+    hooking.check_hooks(mode, table.SCHEDULER_HOOKS + table.LOSSY_HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES)
+    hooking.activate(table.scheduler_hooks(mode))
     return KVWorker
 
 

@@ -3,13 +3,10 @@
 *Checks.* A request that would crash the scheduler, or that has no meaning, gets status 400: hooks raise ``ValueError`` with the field, its
 value, the allowed values and the remedy. A request with several prompts, or with ``n`` answers, is checked twice: as it arrived, by
 :func:`check_shape`, and for each prompt, by :func:`check_request`.
-``--preferred-sampling-params``, the defaults of requests, are checked at start in the same way.
 
 SGLang sends requests to its scheduler in msgpack. The scheduler raises if a field has another type than declared, and nothing catches
 the error. So each value is encoded and decoded here first. Other values pass that test and raise in a forward
 pass. All of them crash stock SGLang too, except those that :func:`sglang_ext.config.request_params.check_params` refuses.
-
-*Fields.* SGLang sends counters of each request to the frontend (managers/spec_decode/request_states.py). :func:`add_kv_fields` names them.
 """
 
 import json
@@ -43,6 +40,8 @@ MAX_PARAMETER = 1e30
 MAX_SHOWN_CHARS = 60
 """Maximum characters of a value in a message."""
 TOKENS = msgspec.msgpack.Decoder(list[int])
+SETTABLE_PARAMS = SamplingParams.__struct_fields__[: SamplingParams.__struct_fields__.index("stop_strs")]
+"""Sampling parameters that a request may set. SGLang derives the others."""
 DERIVED_FIELDS = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
 """Fields of a tokenized request that are not copied from the request."""
 PER_PROMPT_FIELDS = (
@@ -55,13 +54,7 @@ PER_PROMPT_FIELDS = (
 
 
 def check_shape(original: Callable, obj: GenerateReqInput) -> None:
-    """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuses counts and lists that SGLang cannot split.
-
-    SGLang's method makes lists of single values for several prompts.
-
-    Raises:
-        ValueError: The request is refused.
-    """
+    """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuses counts and lists that SGLang cannot split (``ValueError``)."""
     add_custom_params(obj)
     for params in obj.sampling_params if isinstance(obj.sampling_params, list) else (obj.sampling_params or {},):
         _check_object(params)
@@ -99,16 +92,9 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
 def check_request(
     original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", input_ids: list[int] | None
 ) -> None:
-    """Hook around ``TokenizerManager._validate_one_request``: refuses requests that the scheduler cannot serve.
+    """Hook around ``TokenizerManager._validate_one_request``: refuses requests that the scheduler cannot serve (``ValueError``).
 
-    Args:
-        original: SGLang's checks, called after the checks of types.
-        manager: The server's tokenizer manager.
-        obj: One request. A body with several, or with ``n`` above 1, was split.
-        input_ids: Its prompt.
-
-    Raises:
-        ValueError: The request is refused.
+    A body with several requests, or with ``n`` above 1, was split. ``original``, SGLang's checks, is called after the checks of types.
     """
     if not isinstance(obj, GenerateReqInput):
         original(manager, obj, input_ids)
@@ -221,25 +207,18 @@ def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
             raise ValueError(
                 f"sampling_params has {name!r}: pass it in sampling_params.custom_params or at the top level of the request, or leave it out"
             )
-        _check_known("sampling_params", name, name in decoders, _settable_params())
-        if name not in _settable_params() and value:
+        _check_known("sampling_params", name, name in decoders, SETTABLE_PARAMS)
+        if name not in SETTABLE_PARAMS and value:
             raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it itself: leave it out")
     temperature = params.get("temperature")
     if not isinstance(temperature, int | float | None):
         # SGLang would compare it before it checks the type.
         _check_type("sampling_params.temperature", temperature, decoders["temperature"])
-    asked = {name: value for name, value in params.items() if name in _settable_params() and name != "stop_token_ids"}
+    asked = {name: value for name, value in params.items() if name in SETTABLE_PARAMS and name != "stop_token_ids"}
     read = SamplingParams(**asked)
     for name in asked:
         _check_type(f"sampling_params.{name}", getattr(read, name), decoders[name])
     return read
-
-
-@cache
-def _settable_params() -> tuple[str, ...]:
-    """Sampling parameters that a request may set. SGLang derives the others."""
-    names = SamplingParams.__struct_fields__
-    return names[: names.index("stop_strs")]
 
 
 def _check_field_types(obj: GenerateReqInput) -> None:

@@ -28,10 +28,8 @@ HEADROOM = 2 * (PLAIN_STEPS + 1)
 
 
 def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
-    """Hook around ``PrefillAdder.add_one_req``: admits prompts that fit both while they start and afterwards.
-
-    A prompt that has the pool for itself is admitted as in stock SGLang.
-    """
+    """Hook around ``PrefillAdder.add_one_req``: admits prompts that fit both while they start and afterwards."""
+    # A prompt that has the pool for itself is admitted as in stock SGLang.
     freed_full_kv = getattr(adder.tree_cache, "freed_full_kv", None)
     if freed_full_kv is None or not (adder.can_run_list or _running_reqs(adder)):
         found = original(adder, req, has_chunked_req, truncation_align_size)

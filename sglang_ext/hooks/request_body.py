@@ -31,10 +31,8 @@ _of_request: ContextVar[dict[str, Any]] = ContextVar("custom_params_of_request",
 async def read_body(original: Callable[[Request], Awaitable[Any]], request: Request) -> Any:
     """Hook around ``ORJSONRequest.json``: return the parsed body without custom parameters at its top level.
 
-    SGLang caches the whole body, so that further calls find them again.
-
-    Raises:
-        HTTPException: Status 400. A key is misspelled, a parameter has two values, or the header is not a JSON object.
+    SGLang caches the whole body, so that further calls find them again. The client gets status 400 (``HTTPException``) if a key is
+    misspelled, a parameter has two values, or the header is not a JSON object.
     """
     body = await original(request)
     try:
@@ -57,10 +55,7 @@ def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def add_custom_params(obj: "GenerateReqInput") -> None:
-    """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Adding them again changes nothing.
-
-    Raises ``ValueError`` if a parameter has another value there.
-    """
+    """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Raises ``ValueError`` if one has another value there."""
     asked, given = _of_request.get(), obj.sampling_params
     if asked:
         obj.sampling_params = [_add(each, asked) for each in given] if isinstance(given, list) else _add(given or {}, asked)

@@ -84,10 +84,7 @@ def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
 
 
 def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
-    """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens.
-
-    The others have no new token to append, to check for a stop, to stream or to count.
-    """
+    """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens."""
     if result.accept_lens is None:
         return original(processor, batch, result)
     if result.copy_done is not None:
@@ -109,10 +106,7 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
 
 
 def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
-    """Count each output token of plain steps as a forward, before SGLang counts the round's.
-
-    SGLang takes all tokens of a round but the first for accepted drafts. A server of mode lossy would log an accept length of 4.
-    """
+    """Count each output token of plain steps as a forward. SGLang takes all tokens of a round but the first for accepted drafts."""
     reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.full_kv_reqs)
 
 
@@ -180,10 +174,8 @@ def _result_subset(result: GenerationBatchResult, indices: list[int]) -> Generat
 
 
 def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
-    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output.
-
-    An abort that arrived in between ends an output that has no other end.
-    """
+    """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output."""
+    # An abort that arrived in between ends an output that has no other end.
     if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return

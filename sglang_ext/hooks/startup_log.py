@@ -33,16 +33,9 @@ CHOOSING_ON_CPU = "; on a CPU selecting tokens demonstrates the method, not spee
 
 
 def log_when_ready(
-    wait: Callable[..., None],
-    server_args: "KVServerArgs",
-    launch_callback: Callable[[], None] | None = None,
-    *rest: object,
-    **named: object,
+    wait: Callable[..., None], server_args: "KVServerArgs", launch_callback: Callable[[], None] | None = None, *rest: object, **named: object
 ) -> None:
-    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own, and then calls ``launch_callback``.
-
-    The other arguments are passed on unchanged.
-    """
+    """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own, and then calls ``launch_callback``."""
 
     def ready() -> None:
         try:

@@ -40,10 +40,7 @@ ABORT_SECONDS = 2.0
 
 
 async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
-    """Hook around ``TokenizerManager._handle_batch_output``: put messages for streamed requests in their queues.
-
-    SGLang's method changes the states of the requests, and wakes their handlers. Requests without a queue are passed on in one call.
-    """
+    """Hook around ``TokenizerManager._handle_batch_output``, which wakes the handlers: put messages for streamed requests in their queues."""
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
         return
@@ -57,12 +54,12 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
     if not queued:
         await original(manager, recv_obj)
         return
-    message = _Message(recv_obj)
+    select = _divider(recv_obj)
     if direct:
-        await original(manager, message.select(direct))
+        await original(manager, select(direct))
     for i, queue in queued:
         round_number = recv_obj.spec_verify_ct[i] if recv_obj.spec_verify_ct else 0
-        await queue.put(message.select([i]), round_number)
+        await queue.put(select([i]), round_number)
 
 
 def wait_one_response(
@@ -88,11 +85,9 @@ async def _take_chunks(manager: "TokenizerManager", obj: GenerateReqInput, chunk
 
 
 class ChunkQueue:
-    """Messages of one streamed request that have not entered SGLang's state yet.
+    """Messages of one streamed request that have not entered SGLang's state yet. ``deliver`` lets SGLang handle one, and so make a chunk.
 
-    Args:
-        deliver: Lets SGLang handle a message, which makes the next chunk.
-        pacer: Decides when messages leave. None: as soon as the client's handler asks for them.
+    Without a ``pacer`` messages leave as soon as the client's handler asks for them.
     """
 
     def __init__(self, deliver: Callable[[Outputs], Awaitable[None]], pacer: "Pacer | None") -> None:
@@ -100,15 +95,15 @@ class ChunkQueue:
         self._pacer = pacer
         self._messages: deque[Outputs] = deque()
         self._is_wanted = True  # The handler has taken the last chunk.
-        self._is_closed = False
-        self._is_stalled = False  # The handler has not asked for a chunk for long.
+        # The client has gone, or its handler has not asked for a chunk for long: messages are delivered at once.
+        self._passes_all = False
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take_directly(self) -> bool:
         """Whether the caller may deliver the next message itself, because nothing delays it. The message then counts as delivered."""
-        if self._is_closed or self._is_stalled:
+        if self._passes_all:
             return True
         if self._messages or not self._is_wanted or self._pacer is not None:
             return False
@@ -121,21 +116,21 @@ class ChunkQueue:
         if self._pacer is not None:
             self._pacer.note_arrival(round_number, monotonic())
         reason = message.finished_reasons[0]
-        if self._is_closed or self._is_stalled or (reason is not None and reason.get("type") == "abort"):
+        if self._passes_all or (reason is not None and reason.get("type") == "abort"):
             await self._deliver_all()
         else:
             await self._advance()
 
     async def request_next(self) -> None:
         """Deliver the next message when it has arrived and its pacing time has come."""
-        self._is_wanted, self._is_stalled = True, False
+        self._is_wanted, self._passes_all = True, False
         _cancel(self._stall_timer)
         self._stall_timer = None
         await self._advance()
 
     async def close(self) -> None:
         """Deliver all messages, and delay no later ones: the client has disconnected, or has its complete answer."""
-        self._is_closed = True
+        self._passes_all = True
         _cancel(self._timer, self._stall_timer)
         await self._deliver_all()
 
@@ -168,7 +163,7 @@ class ChunkQueue:
             self._stall_timer = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stall)
 
     def _stall(self) -> None:
-        self._is_stalled, self._stall_timer = True, None
+        self._passes_all, self._stall_timer = True, None
         self._run(self._deliver_all())
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -184,11 +179,10 @@ def _cancel(*timers: asyncio.TimerHandle | None) -> None:
 
 
 class Pacer:
-    """Spreads the messages of a round over the expected time of the next round.
+    """Spreads the messages of a round over the expected time of the next round: the shorter of the last two rounds' times.
 
-    The expected time is the shorter of the last two rounds' times, so that one pause, for another request's prefill, does not slow the
-    stream. If the messages of the next round arrive before all earlier ones have left, all of them are spread over its expected time. So a
-    message leaves at most one expected time after the next round has arrived.
+    So one pause, for another request's prefill, does not slow the stream. If the messages of the next round arrive before all earlier ones
+    have left, all of them are spread over its expected time.
     """
 
     def __init__(self) -> None:
@@ -217,29 +211,25 @@ class Pacer:
         self._last_departure = now
 
 
-class _Message:
-    """A message of the scheduler, which can be divided by requests."""
+def _divider(recv_obj: Outputs) -> Callable[[Sequence[int]], Outputs]:
+    """A function that returns a message with only the requests at some indices."""
+    num_reqs = len(recv_obj.rids)
+    time_stats, customized_info = unwrap_from_pickle(recv_obj.time_stats), unwrap_from_pickle(recv_obj.customized_info)
 
-    def __init__(self, recv_obj: Outputs) -> None:
-        self._recv_obj = recv_obj
-        self._num_reqs = len(recv_obj.rids)
-        self._time_stats = unwrap_from_pickle(recv_obj.time_stats)
-        self._customized_info = unwrap_from_pickle(recv_obj.customized_info)
-
-    def select(self, indices: Sequence[int]) -> Outputs:
-        """A message with only the requests at ``indices``."""
-        recv_obj, fields = self._recv_obj, {}
+    def select(indices: Sequence[int]) -> Outputs:
+        fields = {}
         for name in recv_obj.__struct_fields__:
             value = getattr(recv_obj, name)
             # SGLang sends an empty list for a field that it does not fill.
-            is_per_request = isinstance(value, list) and len(value) == self._num_reqs
+            is_per_request = isinstance(value, list) and len(value) == num_reqs
             fields[name] = [value[i] for i in indices] if is_per_request else value
-        if self._time_stats is not None:
-            fields["time_stats"] = wrap_as_pickle([self._time_stats[i] for i in indices])
-        if self._customized_info is not None:
-            chosen = {name: [values[i] for i in indices] for name, values in self._customized_info.items()}
-            fields["customized_info"] = wrap_as_pickle(chosen)
+        if time_stats is not None:
+            fields["time_stats"] = wrap_as_pickle([time_stats[i] for i in indices])
+        if customized_info is not None:
+            fields["customized_info"] = wrap_as_pickle({name: [values[i] for i in indices] for name, values in customized_info.items()})
         return type(recv_obj)(**fields)
+
+    return select
 
 
 def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", rid: str) -> ChunkQueue | None:
@@ -256,7 +246,7 @@ def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManag
                 await original(manager, message)
 
         asked = sampling_params_of(manager, state.obj).get("custom_params")
-        pacing = request_params.request_pacing(manager.server_args.kv_stream_pacing, asked)
+        pacing = request_params.request_value(asked, request_params.PACING, manager.server_args.kv_stream_pacing)
         queue = ChunkQueue(deliver, Pacer() if pacing == request_params.EVEN else None)
         setattr(state, QUEUE, queue)
     return queue
@@ -272,18 +262,18 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
     Two seconds after the end of a stream SGLang aborts the request with its id, in case the client has disconnected. By then another
     request may have this id: a client may send a failed request again under its old id.
     """
+
+    async def abort() -> None:
+        # SGLang sets the ids when it normalizes a request. A refused request may have none.
+        asked = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+        # The manager knows a request by its own id, or with n > 1 by the ids of its answers.
+        rids = [rid for each in asked for rid in (each, *manager.logical_rid_to_child_rids.get(each, ()))]
+        unfinished = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
+        await asyncio.sleep(ABORT_SECONDS)
+        for rid, state in unfinished.items():
+            if manager.rid_to_state.get(rid) is state:
+                manager.abort_request(rid)
+
     tasks = BackgroundTasks()
-    tasks.add_task(_abort, manager, obj)
+    tasks.add_task(abort)
     return tasks
-
-
-async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
-    # SGLang sets the ids when it normalizes a request. A refused request may have none.
-    asked = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-    # The manager knows a request by its own id, or with n > 1 by the ids of its answers.
-    rids = [rid for each in asked for rid in (each, *manager.logical_rid_to_child_rids.get(each, ()))]
-    unfinished = {rid: manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state}
-    await asyncio.sleep(ABORT_SECONDS)
-    for rid, state in unfinished.items():
-        if manager.rid_to_state.get(rid) is state:
-            manager.abort_request(rid)

@@ -16,8 +16,6 @@ class Hook:
         why: What would fail without it. Completes "It is needed because" in a message.
         expects: Parameter names of the target, in order.
         kind: ``around`` (called with the original first) or ``replace``.
-        mode: The ``--kv-mode`` that needs it; None if each mode but ``full`` does.
-        process: ``frontend`` (tokenizer and HTTP server) or ``scheduler``.
     """
 
     target: str
@@ -25,8 +23,6 @@ class Hook:
     why: str
     expects: tuple[str, ...]
     kind: str = "around"
-    mode: str | None = None
-    process: str = "scheduler"
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,10 @@ class PrivateName:
     """A private SGLang name that is called or set, not hooked.
 
     Attributes:
-        target: Dotted name of the function, method or dataclass.
+        target: Dotted name of the function, method or class.
         why: Why it is needed.
-        expects: A function's parameter names in order, or the required fields of a dataclass.
-        mentions: Texts that the source of the target must contain, such as attributes that a class sets.
+        expects: A function's parameter names in order.
+        mentions: Texts that the source of the target must contain, such as fields of a dataclass.
     """
 
     target: str
@@ -46,21 +42,68 @@ class PrivateName:
     mentions: tuple[str, ...] = ()
 
 
-HOOKS: tuple[Hook, ...] = (
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+RESULT_PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+
+# In the process of the tokenizer and the HTTP server.
+FRONTEND_HOOKS: tuple[Hook, ...] = (
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        f"{TOKENIZER_MANAGER}._calculate_spec_decoding_metrics",
         "sglang_ext.hooks.frontend.add_kv_fields",
-        "meta_info must contain the drafts, verifications and accept length of the request",
-        ("self", "meta_info", "recv_obj", "i"), process="frontend",
+        "meta_info must contain the drafts, verifications and accept length of the request", ("self", "meta_info", "recv_obj", "i"),
     ),
     Hook(
-        "sglang.srt.managers.scheduler_components.batch_result_processor."
-        "SchedulerBatchResultProcessor.process_batch_result_decode",
+        f"{TOKENIZER_MANAGER}._handle_batch_output",
+        "sglang_ext.hooks.stream_delivery.receive_outputs",
+        "the messages of a round arrive together, and SGLang would merge them into one chunk", ("self", "recv_obj"),
+    ),
+    Hook(
+        f"{TOKENIZER_MANAGER}._wait_one_response",
+        "sglang_ext.hooks.stream_delivery.wait_one_response",
+        "the next message of a stream is delivered when its client asks for the next chunk", ("self", "obj", "request"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
+        "sglang_ext.hooks.request_body.read_body",
+        "SGLang silently drops unknown fields of a request, kv_compressor among them", ("self",),
+    ),
+    Hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        "sglang_ext.hooks.frontend.check_shape",
+        "a number of answers, or lists for several prompts, that SGLang cannot split must be refused, not raise", ("self",),
+    ),
+    Hook(
+        f"{TOKENIZER_MANAGER}._validate_one_request",
+        "sglang_ext.hooks.frontend.check_request",
+        "a request that the scheduler cannot serve, or with a method that the server does not have, must be refused", ("self", "obj", "input_ids"),
+    ),
+    Hook(
+        f"{TOKENIZER_MANAGER}.create_abort_task",
+        "sglang_ext.hooks.stream_delivery.abort_unfinished",
+        "a request must not be aborted because it has the id of a request that has just finished", ("self", "obj"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server._wait_and_warmup",
+        "sglang_ext.hooks.startup_log.log_when_ready",
+        "a server that is ready must log mode, method and address",
+        ("server_args", "launch_callback", "execute_warmup_func"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine._scheduler_died_error",
+        "sglang_ext.command_line.exit_like_scheduler",
+        "an option that only the scheduler can refuse must end the server with that message alone", ("rank", "proc"),
+    ),
+)
+
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        f"{RESULT_PROCESSOR}.process_batch_result_decode",
         "sglang_ext.hooks.rounds.process_output_tokens",
         "many requests in a round have no output token to stream or count", ("self", "batch", "result"),
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
+        f"{SCHEDULE_BATCH}.ScheduleBatch.grammar_needs_sync",
         "sglang_ext.hooks.rounds.needs_grammar_sync",
         "a request with a grammar must not make each round of other requests wait for the host", ("self",),
     ),
@@ -77,26 +120,14 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "reqs", "return_logprob", "skip_req"),
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
-        "sglang_ext.hooks.stream_delivery.receive_outputs",
-        "the messages of a round arrive together, and SGLang would merge them into one chunk", ("self", "recv_obj"), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
-        "sglang_ext.hooks.stream_delivery.wait_one_response",
-        "the next message of a stream is delivered when its client asks for the next chunk", ("self", "obj", "request"),
-        process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+        f"{SCHEDULE_BATCH}.Req._compute_max_prefix_len",
         "sglang_ext.mem_cache.compressed.queries.cap_prefix_match",
         "a prefix hit must leave enough new queries for a compressor that scores by queries", ("self", "input_len"),
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        f"{SCHEDULE_BATCH}.Req.update_finish_state",
         "sglang_ext.hooks.rounds.check_finish_at_last_token",
-        "of tokens accepted together, only the last may end the output, and is checked as without speculation",
-        ("self", "new_accepted_len"),
+        "of tokens accepted together, only the last may end the output, and is checked as without speculation", ("self", "new_accepted_len"),
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
@@ -104,24 +135,12 @@ HOOKS: tuple[Hook, ...] = (
         "slots reserved for a request must end at the end of its output, or a prompt that barely fits the pool would fail", ("batch",),
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        f"{SCHEDULE_BATCH}.ScheduleBatch.check_decode_mem",
         "sglang_ext.hooks.rounds.free_compressed_kv_when_full",
         "in a full pool compressed KV is freed before a request is retracted", ("self", "selected_indices"),
     ),
     Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        "sglang_ext.hooks.lossy_admission.admit_prompt",
-        "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
-        ("self", "req", "has_chunked_req", "truncation_align_size"), mode="lossy",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        "sglang_ext.hooks.lossy_admission.admit_chunk",
-        "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
-        mode="lossy",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        f"{SCHEDULE_BATCH}.ScheduleBatch.retract_decode",
         "sglang_ext.mem_cache.prefix_cache.freed_full_kv.retract_lost",
         "a request whose full KV is lost (changed in host memory, at a cache rank that ended, or on a link) must be recomputed",
         ("self", "server_args"),
@@ -155,48 +174,35 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
     ),
     Hook(
-        "sglang.srt.entrypoints.http_server.ORJSONRequest.json",
-        "sglang_ext.hooks.request_body.read_body",
-        "SGLang silently drops unknown fields of a request, kv_compressor among them",
-        ("self",), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        "sglang_ext.hooks.frontend.check_shape",
-        "a number of answers, or lists for several prompts, that SGLang cannot split must be refused, not raise",
-        ("self",), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "sglang_ext.hooks.frontend.check_request",
-        "a request that the scheduler cannot serve, or with a method that the server does not have, must be refused",
-        ("self", "obj", "input_ids"), process="frontend",
-    ),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
-        "sglang_ext.hooks.stream_delivery.abort_unfinished",
-        "a request must not be aborted because it has the id of a request that has just finished",
-        ("self", "obj"), process="frontend",
-    ),
-    Hook(
         "sglang.srt.layers.sampler.multinomial_with_seed",
         "sglang_ext.managers.spec_decode.sampling.draw_with_finite_noise",
         "SGLang's seeded noise is infinite once in 2**32 numbers, and then draws a token of any probability",
         ("logprobs", "seed", "positions"),
     ),
+)
+
+# In the scheduler, in mode lossy only.
+LOSSY_HOOKS: tuple[Hook, ...] = (
     Hook(
-        "sglang.srt.entrypoints.http_server._wait_and_warmup",
-        "sglang_ext.hooks.startup_log.log_when_ready",
-        "a server that is ready must log mode, method and address",
-        ("server_args", "launch_callback", "execute_warmup_func"), process="frontend",
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "sglang_ext.hooks.lossy_admission.admit_prompt",
+        "in mode lossy a prompt needs slots for its full KV and its compressed KV: full KV is freed after compression",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
     ),
     Hook(
-        "sglang.srt.entrypoints.engine._scheduler_died_error",
-        "sglang_ext.command_line.exit_like_scheduler",
-        "an option that only the scheduler can refuse must end the server with that message alone",
-        ("rank", "proc"), process="frontend",
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "sglang_ext.hooks.lossy_admission.admit_chunk",
+        "in mode lossy SGLang would shrink chunks by the slots of future outputs, but full KV is freed before", ("self", "req"),
     ),
 )
+
+HOOKS = FRONTEND_HOOKS + SCHEDULER_HOOKS + LOSSY_HOOKS
+
+
+def scheduler_hooks(mode: str) -> tuple[Hook, ...]:
+    """The hooks of a scheduler process in this ``--kv-mode``."""
+    return SCHEDULER_HOOKS + LOSSY_HOOKS if mode == "lossy" else SCHEDULER_HOOKS
+
 
 # Registered in each process. The other hooks of the transfer backend ``progressive`` are in transfer_table.py.
 KV_CLASS_HOOK = Hook(
@@ -251,24 +257,21 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+        TOKENIZER_MANAGER,
         "the unfinished parts of a streamed request are found by its ids and those of its answers",
         mentions=("self.rid_to_state: Dict[str, ReqState]", "self.logical_rid_to_child_rids: Dict[str, set[str]]"),
     ),
     PrivateName(
-        "sglang.srt.managers.scheduler_components.batch_result_processor."
-        "SchedulerBatchResultProcessor._accept_grammar_tokens",
+        f"{RESULT_PROCESSOR}._accept_grammar_tokens",
         "grammars advance after the search for the end of an output, as without speculation", ("self", "req", "tokens"),
     ),
     PrivateName(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        f"{SCHEDULE_BATCH}.ScheduleBatch.release_req",
         "a request whose full KV is lost frees all its slots", ("self", "idx", "remaing_req_count", "server_args"),
     ),
     PrivateName(
-        "sglang.srt.managers.scheduler_components.batch_result_processor."
-        "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
-        "an aborted request with pending drafts finishes without a new token",
-        ("self", "req", "batch", "result", "i", "logits_output"),
+        f"{RESULT_PROCESSOR}._handle_finish_state_updated_req",
+        "an aborted request with pending drafts finishes without a new token", ("self", "req", "batch", "result", "i", "logits_output"),
     ),
     PrivateName(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.update_spec_metrics",
@@ -277,11 +280,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "it carries accepted tokens, and whether their grammars were advanced",
-        ("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
+        mentions=("accept_lens:", "new_seq_lens:", "grammar_advanced:", "grammar_retained_tokens:"),
     ),
     PrivateName(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        "predicted scores, and quantized keys, are stored at the slots to which a forward writes its KV", ("out_cache_loc",),
+        "predicted scores, and quantized keys, are stored at the slots to which a forward writes its KV", mentions=("out_cache_loc:",),
     ),
     PrivateName(
         "sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",

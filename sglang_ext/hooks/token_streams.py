@@ -3,9 +3,9 @@
 A round gives a request several tokens at once. SGLang decides once per round whether to send them, and sends them together. Its stream
 interval, its log probabilities and its tool-call parsers expect one token at a time.
 
-*Streams.* :func:`stream_each_token` repeats SGLang's own streaming step for each new token of a streamed request. In each repetition the
-request has the state that it had after that token. So the scheduler sends one message per token position, as stock does. A message has
-the tokens of all requests at that position. stream_delivery.py keeps these messages apart in the frontend.
+*Streams.* :func:`stream_each_token` repeats SGLang's own streaming step for each new token of a streamed request, with the state that the
+request had after that token. So the scheduler sends one message per token position, as stock does. stream_delivery.py keeps these
+messages apart in the frontend.
 
 *Other answers.* For an answer that is not streamed, SGLang sends tokens to the frontend whenever their number is a multiple of
 ``SGLANG_FORCE_STREAM_INTERVAL``. The frontend takes the times of ``meta_info`` and ``/metrics`` from these messages. A round may skip the
@@ -45,7 +45,7 @@ def _replay(req: "Req") -> "_Replay | None":
     """The replay of a streamed request's new tokens except the newest. None if it has at most one new token."""
     num_streamed, num_reasoning = getattr(req, STREAMED, (0, 0))
     num_tokens = len(req.output_ids_through_stop)
-    # While a request is prefilled again, it lacks its newest token, which was streamed already (hooks/quantized_prompts.py:RecomputeQueue).
+    # While a request is prefilled again, it lacks its newest token, which was streamed already (hooks/transfer.py:RecomputeQueue).
     setattr(req, STREAMED, (max(num_streamed, num_tokens), req.reasoning_tokens))
     if not req.stream or num_tokens <= num_streamed + 1 or (req.finished() and req.finished_output):
         return None
@@ -53,11 +53,9 @@ def _replay(req: "Req") -> "_Replay | None":
 
 
 class _Replay:
-    """The states of a request after each of its new tokens except the newest. ``num_steps`` counts these.
+    """The states of a request after each of its ``num_steps`` new tokens except the newest."""
 
-    Hidden states need no replay: a request that returns them gets one token per round.
-    """
-
+    # Hidden states need no replay: a request that returns them gets one token per round.
     def __init__(self, req: "Req", num_streamed: int, num_reasoning: int, num_steps: int) -> None:
         self.req = req
         self.num_steps = num_steps
@@ -86,7 +84,7 @@ class _Replay:
 def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulator", *, req: "Req") -> None:
     """Hook around ``accept``: send the tokens of an answer that is not streamed at its first token and at each interval.
 
-    A request that is prefilled again lacks its newest token until its last round ends (hooks/quantized_prompts.py:RecomputeQueue). Until then it
+    A request that is prefilled again lacks its newest token until its last round ends (hooks/transfer.py:RecomputeQueue). Until then it
     sends nothing: SGLang would count that token as not sent, and send it twice.
     """
     if getattr(req, "pd_rebootstrap_in_progress", False) and not req.finished():

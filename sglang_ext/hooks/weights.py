@@ -15,21 +15,15 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BaseReq
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+# Updates whose handler in SGLang ends with a barrier of all ranks.
 UPDATES_WITH_BARRIER = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
-"""Updates whose handler in SGLang ends with a barrier of all ranks."""
 
 
 def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: "BaseReq") -> "BaseReq":
     """Hook around the handlers of ``SchedulerWeightUpdaterManager``: answer with the reason where SGLang's handler raises.
 
-    Args:
-        original: SGLang's handler.
-        manager: Updates the weights of one scheduler process.
-        recv_req: The update, the same on all ranks: ``...ReqInput``.
-
-    Returns:
-        The outcome, ``...ReqOutput``. If the update failed on one rank, it is a failure on all ranks, since they would compute with
-        different weights.
+    ``recv_req``, a ``...ReqInput``, is the same on all ranks. The returned ``...ReqOutput`` is a failure on all ranks if the update failed
+    on one, since they would compute with different weights.
     """
     if getattr(recv_req, "flush_cache", False) and not manager.is_fully_idle():
         return _failed(

@@ -162,19 +162,6 @@ def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: lis
     )
 
 
-@dataclass(frozen=True)
-class NewTokenLayout:
-    """Layout of the new tokens of a forward: ``prefixes``, ``starts`` and ``counts`` as in VerifyTokens (kernels/verify_attention.py).
-
-    ``lengths``: int64 [tokens], tokens of its row that each new token attends to. A draft row has fewer tokens than the positions in it.
-    """
-
-    prefixes: torch.Tensor
-    starts: torch.Tensor
-    counts: list[int]
-    lengths: torch.Tensor
-
-
 class RaggedVerifyInput(SpecInput):
     """Lengths of a forward in which some requests have one new token and others a whole verification.
 
@@ -192,14 +179,15 @@ class RaggedVerifyInput(SpecInput):
         self.num_tokens_per_req = max(counts)
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
-    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """Layout of the new tokens, for layers/attention/verify_attention.py."""
+    def new_tokens(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+        """``prefixes``, ``starts`` and ``counts`` of VerifyTokens (kernels/verify_attention.py), and the tokens of its row that each new token
+        attends to, int64 [tokens]. A draft row has fewer tokens than the positions in it."""
         prefixes, total = self.lengths - self.query_lengths, sum(self.counts)
         starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
         # Tokens before a request's new tokens in its row, minus tokens before them in the forward.
         before = torch.repeat_interleave(prefixes - starts[:-1], self.query_lengths, output_size=total)
         lengths = before + torch.arange(1, total + 1, device=before.device)
-        return NewTokenLayout(prefixes, starts, self.counts, lengths)
+        return prefixes, starts, self.counts, lengths
 
     def generate_attn_arg_prefill(
         self,
@@ -210,8 +198,7 @@ class RaggedVerifyInput(SpecInput):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         """Index pointers for FlashInfer's paged prefill: ragged queries, causal, no mask.
 
-        Returns:
-            kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32 [batch + 1], and None for the custom mask.
+        Returns kv_indices int32 [sum of lengths], kv_indptr int32 [batch + 1], qo_indptr int32 [batch + 1], and None for the custom mask.
         """
         columns = torch.arange(int(self.lengths.max()), device=req_to_token.device)
         table = req_to_token[req_pool_indices.long()[:, None], columns[None, :]]
@@ -234,12 +221,12 @@ class EvenVerifyInput(SpecInput):
         self.width = self.draft_token_num = self.num_tokens_per_req = width
         self.capture_hidden_mode = CaptureHiddenMode.NULL
 
-    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokenLayout:
-        """Layout of the new tokens, for layers/attention/verify_attention.py. Reads only ``seq_lens``, on the device."""
+    def new_tokens(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+        """As :meth:`RaggedVerifyInput.new_tokens`. Reads only ``seq_lens``, on the device."""
         prefixes, batch = forward_batch.seq_lens, forward_batch.batch_size
         starts = torch.arange(batch + 1, device=prefixes.device) * self.width
         lengths = prefixes[:, None] + torch.arange(1, self.width + 1, device=prefixes.device)
-        return NewTokenLayout(prefixes, starts, [self.width] * batch, lengths.flatten())
+        return prefixes, starts, [self.width] * batch, lengths.flatten()
 
     def generate_attn_arg_prefill(
         self,
@@ -312,8 +299,7 @@ def use_plain_decoding(model_runner: "ModelRunner") -> None:
 def check_supported(layer: "RadixAttention", options: dict[str, object], where: str, remedy: str) -> None:
     """Check that a layer asks for no attention option except a scale or a cap. ``options``: None for those it does not ask for.
 
-    Raises:
-        ValueError: The layer asks for another option. ``where`` names the attention, ``remedy`` what the user can do instead.
+    Raises ValueError, which names the attention, ``where``, and what the user can do instead, ``remedy``.
     """
     wanted = [name for name, value in options.items() if value is not None]
     if wanted or layer.xai_temperature_len > 0:

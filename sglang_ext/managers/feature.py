@@ -1,8 +1,7 @@
 """Optional capabilities of the worker: KV transfer, host offload, a prefix store, quantized attention, sparse attention, cache ranks.
 
-Each feature is a subclass of :class:`Feature`, stored with the code it enables. :data:`FEATURES` lists the classes by dotted name, with the
-flags that enable them. The worker loads the enabled features and calls the methods of the interface. A feature that no flag enables is not
-imported. Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
+Each feature is a subclass of :class:`Feature`, stored with the code it enables. The worker imports the features of :data:`FEATURES` that
+flags enable, and calls their methods. Code that serves one feature asks the worker for it: ``worker.feature(KVTransfer)``.
 """
 
 import pkgutil
@@ -17,7 +16,6 @@ from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -45,14 +43,10 @@ class Worker(Protocol):
     """The part of the worker (worker.py) that features and rounds read.
 
     Attributes:
-        target_worker: SGLang's worker of the target model, which runs prefills.
         req_to_token_pool: SGLang's token table, with the draft rows.
-        lossy: True in ``--kv-mode lossy``.
         max_verify_tokens: Largest number of tokens of a request in a verification.
-        memory: The memory plan, with the sizes of the model.
         attentions: Attention of verifications and of steps over compressed KV, if it is not the model's own.
         graphs: Captured verifications; None if there are none.
-        layout: How compressed KV is stored in slots.
         key_derived_data: Data computed from the pool's keys and stored outside it (key codes, page extremes); None if there is none.
         compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
     """
@@ -61,7 +55,6 @@ class Worker(Protocol):
     model_runner: "ModelRunner"
     target_worker: "TpModelWorker"
     req_to_token_pool: "ReqToTokenPool"
-    token_to_kv_pool_allocator: "BaseTokenToKVPoolAllocator"
     lossy: bool
     max_verify_tokens: int
     methods: "ServedMethods"
@@ -97,15 +90,11 @@ MetricValue = tuple[str, float] | tuple[str, float, str]
 
 
 class Feature:
-    """Base of the features. The defaults do nothing.
+    """Base of the features. The worker calls the methods in the order of their definition. The defaults do nothing.
 
-    The worker calls the methods in the order of their definition. It calls :meth:`planned_bytes` before SGLang sizes its pool, and
-    :meth:`on_graphs_captured` after SGLang captured its graphs. It calls :meth:`selector` and :meth:`full_kv_provider` once the prefix tree
-    exists, before the first forward.
-
-    Attributes:
-        args: The server's arguments.
-        gauges, counters: Metrics that the feature adds: help text, then the name of a label and its known values if there is one.
+    It calls :meth:`planned_bytes` before SGLang sizes its pool, :meth:`on_graphs_captured` after SGLang captured its graphs, :meth:`selector`
+    and :meth:`full_kv_provider` once the prefix tree exists, before the first forward. ``gauges`` and ``counters`` are metrics that the
+    feature adds: help text, then the name of a label and its known values if there is one.
     """
 
     gauges: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -115,28 +104,21 @@ class Feature:
         self.args = args
 
     def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
-        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`.
+        """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`, for at most ``requests`` running requests.
 
-        Args:
-            planner: The planner of the server's memory, with the sizes of the model.
-            requests: Maximum number of running requests.
-            tokens: Tokens of SGLang's pool.
-            rings: Number of query rings. A ring stores the newest queries of one request.
+        ``tokens``: of SGLang's pool. ``rings``: number of query rings. A ring stores the newest queries of one request.
         """
         return {}
 
     def on_graphs_captured(self, worker: Worker) -> None:
-        """Called once after SGLang created the pool, backends and graphs. An exception stops the server."""
+        """Prepare for the first request, once SGLang created the pool, backends and graphs. An exception stops the server."""
 
     def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
-        """Create the object that selects tokens while steps run. The first result that is not None is used.
-
-        ``method``: the server's first one. Methods that select in steps are served alone.
-        """
+        """Create the object that selects tokens while steps run; None for none. Methods that select in steps are served alone."""
         return None
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
-        """Create the full-KV provider, once the worker has compressed KV. None to keep full KV on the device."""
+        """Create the full-KV provider; None to keep full KV on the device."""
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Current values of :attr:`gauges`, and totals of :attr:`counters`."""

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
-from sglang_ext.layers.forward import AttentionOverride
+from sglang_ext.layers.attention import torch_native
+from sglang_ext.layers.forward import AttentionOverride, use_plain_decoding
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
@@ -28,13 +29,16 @@ logger = logging.getLogger(__name__)
 PLAN = "_pin_memory_int_workspace_buffer"
 
 
+def prepare_backends(model_runner: "ModelRunner") -> None:
+    """Let SGLang create backends and graphs of plain decoding, with one token per request, and our ``torch_native`` backend."""
+    use_plain_decoding(model_runner)
+    torch_native.register()
+
+
 def capture_verify_graphs(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> "VerifyGraphSet | None":
-    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs.
-
-    ``verifier``: attention of verifications without a graph; None for the model's own.
-    """
+    """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs."""
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
@@ -60,19 +64,11 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
 def create_compressed_attention(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
 ) -> AttentionOverride | None:
-    """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it.
-
-    Args:
-        args: The server's.
-        model_runner: The target's.
-        queries: Records the queries of steps in captured graphs, if tokens are selected by them.
-        selection_interval: In steps; 0 if no method selects by the queries of steps.
-        layout: Layout of the server's compressed KV.
-        on_gpu: Whether the KV pool is on a GPU.
-    """
+    """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it."""
     if not on_gpu:
         model_runner.attn_backend.layout = layout
         return None
+    # Captured graphs record queries of steps if tokens are selected by them.
     records = selection_interval and model_runner.decode_cuda_graph_runner is not None
     with queries.capturing(max_captured_tokens(args, model_runner), steps=True) if records else nullcontext():
         # Rows that cache ranks send are plain tokens, too, but steps over them have a kernel of their own.
@@ -85,10 +81,8 @@ def create_compressed_attention(
 
 def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> "VerifyAttention | None":
     """Attention of verifications without a graph; None for the model's own."""
-    if args.kv_mode == "lossy":
-        return None
     # fa3 accepts only equal numbers of tokens per request.
-    if model_runner.decode_attention_backend_str not in ("triton", "fa3"):
+    if args.kv_mode == "lossy" or model_runner.decode_attention_backend_str not in ("triton", "fa3"):
         return None
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
 
@@ -98,16 +92,12 @@ def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -
 def unpin_plans(model_runner: "ModelRunner", graphs: "VerifyGraphSet | None") -> None:
     """Move FlashInfer's plans to unpinned memory, so that rounds can be launched further ahead of the device than SGLang's forwards.
 
-    FlashInfer plans a forward on the host: which blocks of a kernel read which part of the KV of which request. It writes the plan to
-    pinned memory. The device copies it from there when it reaches that forward. If the host is a forward ahead by then, it has overwritten
-    the plan, and the kernels read parts of KV that do not exist. They run for half a minute and fail with an illegal memory access.
-    SGLang's scheduler is one forward ahead of the device; a decode round is many forwards ahead. From unpinned memory, CUDA copies before
-    the call returns (CUDA Runtime API, "API synchronization behavior").
-
-    Call this after graphs are captured: each graph has a wrapper of its own.
+    FlashInfer writes the plan of a forward (which block reads which KV) to pinned memory, and the device copies it when it reaches the
+    forward. A decode round is many forwards ahead by then, and has overwritten the plan: kernels would read KV that does not exist. From
+    unpinned memory, CUDA copies before the call returns (CUDA Runtime API, "API synchronization behavior"). Each graph has a wrapper.
     """
     captured = [graph.attn_backend for graph in graphs.graphs] if graphs else []
-    count = sum(unpin(backend) for backend in [model_runner.attn_backend, *captured])
+    count = sum(map(unpin, [model_runner.attn_backend, *captured]))
     if count:
         logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
 
@@ -142,12 +132,7 @@ def _planned(value: object, seen: set[int]) -> Iterator[object]:
 def compile_slot_kernel(token_table: torch.Tensor, requests: int) -> None:
     """Compile SGLang's kernel that writes the slots of new tokens to the token table, by running each variant with nothing to write.
 
-    Triton compiles it again for each power of 2 of requests. It also does so if the slots do not begin at a multiple of 16 bytes, as the
-    allocator's slots sometimes do. Each compilation takes about 40 ms, in the middle of a batch's first rounds.
-
-    Args:
-        token_table: int32 [rows, width], SGLang's.
-        requests: Upper limit of running requests.
+    Triton compiles it again for each power of 2 of at most ``requests`` requests, and for slots that do not begin at a multiple of 16 bytes.
     """
     slots = torch.zeros(4, dtype=torch.int64, device=token_table.device)
     for exponent in range((requests - 1).bit_length() + 1):

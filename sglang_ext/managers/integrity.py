@@ -1,7 +1,6 @@
 """Checks, before each forward, which request may read and write which slot.
 
-The checks read all slots in use. So they run only if SGLang's own invariant checks are strict
-(``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY``): in soak runs and tests.
+The checks read all slots in use. So they run only if SGLang's own checks are strict (``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY``).
 """
 
 from collections.abc import Sequence
@@ -32,15 +31,9 @@ def check_round(reqs: "Sequence[Req]", plan: RoundPlan, provider: FullKVProvider
 
 
 def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: CompressedKVCache) -> None:
-    """Check that a forward writes only its own slots, that no slot in use is free, and that the prefix tree is consistent.
+    """Raise :class:`IntegrityError` unless a forward writes only its own slots, no slot in use is free, and the prefix tree is consistent.
 
-    Args:
-        exact_tokens: By the request's row in the token table, positions whose full KV is in the pool.
-        written: int64 [tokens], slots that the forward writes.
-        compressed_kv: The compressed KV of all requests.
-
-    Raises:
-        IntegrityError: With the two owners and the slots.
+    ``exact_tokens``: by the request's row, positions whose full KV is in the pool. ``written``: int64 [tokens], slots that it writes.
     """
     exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
     compressed_slots = compressed_kv.all_slots()
@@ -69,33 +62,24 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: 
 
 
 def check_draft_rows(compressed_kv: CompressedKVCache) -> None:
-    """Check that each draft row points to the same slots as the request's own row, after the compressed KV.
-
-    Raises:
-        IntegrityError: With the draft row and the first position that differs.
-    """
+    """Raise :class:`IntegrityError` unless each draft row points to the slots of the request's own row after the compressed KV."""
     table = compressed_kv.token_table
     for row, kv in compressed_kv.items():
-        after = kv.tail_end - kv.covered
-        own, draft = table[row, kv.covered : kv.tail_end], table[compressed_kv.draft_row(row), kv.num_slots : kv.num_slots + after]
+        after, draft_row = kv.tail_end - kv.covered, compressed_kv.draft_row(row)
+        own, draft = table[row, kv.covered : kv.tail_end], table[draft_row, kv.num_slots : kv.num_slots + after]
         if not torch.equal(own, draft):
             first = int((own != draft).nonzero()[0])
             raise IntegrityError(
-                f"the draft row {compressed_kv.draft_row(row)} points to slot {int(draft[first])} for position {kv.covered + first}, "
+                f"the draft row {draft_row} points to slot {int(draft[first])} for position {kv.covered + first}, "
                 f"whose KV the request in row {row} has in slot {int(own[first])}"
             )
 
 
 def check_compressed(compressed_kv: CompressedKVCache) -> None:
-    """Check that compressed KV reads only segments of its own method, and that its table entry agrees with its slots.
-
-    Raises:
-        IntegrityError: With the row of the wrong compressed KV.
-    """
+    """Raise :class:`IntegrityError` unless compressed KV reads segments of its own method, and its table entry agrees with its slots."""
     for row, kv in compressed_kv.items():
         own = compressed_kv.method(row).name
-        others = sorted({segment.method for segment in kv.segments} - {own})
-        if others:
+        if others := sorted({segment.method for segment in kv.segments} - {own}):
             raise IntegrityError(f"the compressed KV of row {row} was made by {own}; it reads segments of {', '.join(others)}")
         full = compressed_kv.token_table[row, : kv.covered].long()
         compressed_kv.layout.check(compressed_kv.draft_row(row), kv, full, compressed_kv.buffers)

@@ -1,12 +1,11 @@
 """Plans the device memory that this plugin needs in addition to SGLang's KV pool, and takes it off the pool (:class:`ReservedMemory`).
 
-Code that allocates such memory takes its size from this module, or this module takes it from there. Not planned: intermediate results
-of steps and of captured verifications, such as partial sums of attention. Like those of SGLang's own graphs, they use the memory that
+Not planned: intermediate results of steps and of captured verifications. Like those of SGLang's own graphs, they use the memory that
 ``--mem-fraction-static`` leaves.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,15 +40,9 @@ PAGE_TABLES = 3
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model, as one rank holds it.
+    """Sizes of a model, as one rank holds it: attention layers, heads of each, channels of a key and of a value, and others.
 
-    Attributes:
-        layers: Attention layers.
-        query_heads, kv_heads: Heads of a layer on this rank.
-        head_dim, value_dim: Channels of a query or key, and of a value.
-        number_bytes: Bytes of a number in queries, keys and values.
-        vocabulary: Tokens in the vocabulary.
-        context: Longest context in tokens.
+    ``number_bytes``: of a number in queries, keys and values. ``context``: tokens of the longest context.
     """
 
     layers: int
@@ -95,12 +88,8 @@ class MemoryPlan:
         rings: Requests whose newest queries are kept at once, in ``query_rings`` bytes.
         draft_rows: A second row of the token table for each request, and wider rows.
         compressed_tables: Tables about the beginnings of draft rows, if these do not hold tokens.
-        scores: Predicted scores of all slots, and the network that predicts them.
-        key_codes, extremes: Data of all slots by which tokens, or pages, are selected.
-        exchange_buffers: Upper limit of the buffers through which cache ranks on other GPUs get keys and queries. If the ranks send rows,
-            also the records of compressed KV.
+        exchange_buffers: Upper limit of the buffers of cache ranks on other GPUs; if they send rows, also of compressed KV.
         prompt_codes: Quantized keys and values of the longest prompt in one layer, and the queries that one kernel passes to another.
-        logits: Logits of the largest captured verification.
     """
 
     rings: int = 0
@@ -119,19 +108,18 @@ class MemoryPlan:
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
     @property
+    def _parts(self) -> list[tuple[str, int]]:
+        return [(entry.metadata["name"], getattr(self, entry.name)) for entry in fields(self) if "name" in entry.metadata]
+
+    @property
     def total(self) -> int:
         """Sum of all parts, in bytes."""
-        return sum(size for _, size in self._parts())
+        return sum(size for _, size in self._parts)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {gb(size)}" for name, size in self._parts() if size)
+        parts = ", ".join(f"{name} {gb(size)}" for name, size in self._parts if size)
         rings = f"; queries of {self.rings} requests at once" if self.rings else ""
         return f"{gb(self.total)} of device memory beside the KV pool: {parts}{rings}"
-
-    def _parts(self) -> Iterator[tuple[str, int]]:
-        for entry in fields(self):
-            if "name" in entry.metadata:
-                yield entry.metadata["name"], getattr(self, entry.name)
 
 
 class MemoryUser(Protocol):
@@ -143,16 +131,9 @@ class MemoryUser(Protocol):
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans memory for a server's flags, by the size of its pool.
+    """Plans memory for a server's flags, as SGLang resolved them, by the size of its pool. Features add their parts to the plan.
 
-    Attributes:
-        args: The server's, as SGLang resolved them.
-        model: Sizes of the model on this rank.
-        served: The methods that requests may ask for.
-        backend: Attention backend of decoding; verifications follow it.
-        on_gpu: Whether there are kernels and graphs.
-        capability: Compute capability of an NVIDIA GPU; otherwise None.
-        features: The enabled features, which add their parts to the plan.
+    ``backend``: attention of decoding and verifications. ``capability``: compute capability of an NVIDIA GPU; otherwise None.
     """
 
     args: "KVServerArgs"
@@ -164,12 +145,9 @@ class MemoryPlanner:
     features: Sequence[MemoryUser] = ()
 
     @classmethod
-    def of(
-        cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser] = ()
-    ) -> "MemoryPlanner":
+    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser]) -> "MemoryPlanner":
         """The planner for a loaded model."""
-        _, backend = args.get_attention_backends()
-        there = torch.empty(0, device=model_runner.device)
+        backend, there = args.get_attention_backends()[1], torch.empty(0, device=model_runner.device)
         return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, capability(there), features)
 
     @property
@@ -192,13 +170,13 @@ class MemoryPlanner:
     def _extremes(self, slots: int) -> int:
         """Bytes of the page extremes of this number of slots, as in key_derived_data.py; 0 if there are none."""
         model, paging = self.model, self.paging
-        page = 0 if paging is None else slots // paging.scoring.page
+        page = 0 if paging is None else slots // paging.page
         return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in the pool, and of the data beside the pool that follows its keys."""
-        page = 1 if self.paging is None else self.paging.scoring.page
+        page = 1 if self.paging is None else self.paging.page
         return self.model.slot_bytes + self.code_bytes + -(-self._extremes(page) // page)
 
     @property
@@ -208,7 +186,6 @@ class MemoryPlanner:
 
     @property
     def _width(self) -> int:
-        """Tokens in a row of SGLang's token table."""
         return self.model.context + get_req_to_token_extra_context_len(self.args)
 
     @property
@@ -217,7 +194,7 @@ class MemoryPlanner:
         return self._width + self.ahead
 
     def rings(self, requests: int, tokens: int) -> int:
-        """Requests whose queries are kept at once, for ``requests`` running requests at most, and a pool of ``tokens`` tokens."""
+        """Requests whose queries are kept at once, for at most ``requests`` running requests, and a pool of ``tokens`` tokens."""
         window = self.served.window
         if not window:
             return 0
@@ -227,9 +204,9 @@ class MemoryPlanner:
 
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
         """Plan for ``requests`` running requests, a pool of ``tokens`` tokens, and ``rings`` query rings."""
-        args, model, rows = self.args, self.model, requests + 1
+        model, rows = self.model, requests + 1
         parts = {name: size for feature in self.features for name, size in feature.planned_bytes(self, requests, tokens, rings).items()}
-        scores, slots = self.served.scores, tokens + args.page_size
+        scores, slots = self.served.scores, tokens + self.args.page_size
         return MemoryPlan(
             rings=rings,
             query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
@@ -240,21 +217,18 @@ class MemoryPlanner:
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
             workspaces=self._workspaces(requests),
-            logits=4 * model.vocabulary * options.max_captured_tokens(args, requests) if self._captures else 0,
+            logits=4 * model.vocabulary * options.max_captured_tokens(self.args, requests) if self._captures else 0,
             **parts,
         )
 
     @property
     def _captures(self) -> bool:
-        args = self.args
-        graphs = self.on_gpu and args.cuda_graph_config.decode.backend != Backend.DISABLED
-        return graphs and args.kv_mode != "lossy"
+        return self.on_gpu and self.args.cuda_graph_config.decode.backend != Backend.DISABLED and self.args.kv_mode != "lossy"
 
     def _compressed_tables(self, rows: int) -> int:
         methods, model = self.served.methods, self.model
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
-        bounds = model.layers * model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
-        numbers = counts + bounds
+        numbers = counts + (model.layers * model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0)
         if self.paging is not None:
             from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
@@ -277,8 +251,7 @@ class MemoryPlanner:
         if not self._captures or self.backend == "triton":
             return size
         sizes = [min(requests, each) for each in args.cuda_graph_config.decode.bs]
-        narrow = [len({*sizes}), max(sizes)]
-        wide = [options.MAX_WIDE_REQUESTS, options.MAX_WIDE_REQUESTS]
+        narrow, wide = (len({*sizes}), max(sizes)), (options.MAX_WIDE_REQUESTS, options.MAX_WIDE_REQUESTS)
         for graphs, most in [narrow] * len(options.verify_widths(args)) + [wide] * len(options.wide_verify_widths(args)):
             if self.backend == "flashinfer":
                 # 4-byte slot numbers and a 1-byte mask, for two contexts of each request.
@@ -300,7 +273,7 @@ ALLOCATION_GRAIN = 4 << 20
 class ReservedMemory:
     """Device memory that is kept from the KV pool. It is allocated after the weights are loaded and before the pool is created.
 
-    With ``--max-total-tokens`` the pool keeps that size, if it fits without the plan.
+    With ``--max-total-tokens`` the pool keeps that size, if it fits without the plan. :attr:`model` and :attr:`ahead` are the planner's.
 
     Raises:
         OptionError: The weights leave less memory than the plan needs.
@@ -308,6 +281,7 @@ class ReservedMemory:
 
     def __init__(self, planner: MemoryPlanner, model_runner: "ModelRunner") -> None:
         self._planner = planner
+        self.model, self.ahead = planner.model, planner.ahead
         model_runner.init_kv_cache_configurator()
         configurator = model_runner.kv_cache_configurator
         available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
@@ -328,17 +302,16 @@ class ReservedMemory:
         self._held: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=model_runner.device).zero_()
 
     def _held_bytes(self, planned: int, available: int, pool: int) -> int:
-        """Bytes to hold back for a plan of ``planned`` bytes, with a requested pool of ``pool`` bytes, 0 for none."""
+        """Bytes to hold back for a plan of ``planned`` bytes and a requested pool of ``pool`` bytes, 0 for none."""
         spare = available - pool
         if not pool or spare < 0:
             return planned  # SGLang itself reports that such a pool does not fit
         if spare >= planned:
             return 0
-        args = self._planner.args
         logger.warning(
             "sglang-ext: a pool of --max-total-tokens %s leaves %s of the %s that are needed beside it; the rest comes out of the "
             "memory that --mem-fraction-static %s leaves for all else: lower one of both if memory runs out",
-            args.max_total_tokens, gb(spare), gb(planned), args.mem_fraction_static,
+            self._planner.args.max_total_tokens, gb(spare), gb(planned), self._planner.args.mem_fraction_static,
         )  # fmt: skip
         return max(0, spare - ALLOCATION_GRAIN)
 
@@ -346,16 +319,6 @@ class ReservedMemory:
     def held_bytes(self) -> int:
         """Bytes that are held back."""
         return 0 if self._held is None else self._held.nbytes
-
-    @property
-    def model(self) -> ModelSizes:
-        """Sizes of the model on this rank."""
-        return self._planner.model
-
-    @property
-    def ahead(self) -> int:
-        """Tokens by which rows of the token table are widened."""
-        return self._planner.ahead
 
     def release(self, requests: int, tokens: int) -> MemoryPlan:
         """Free the memory that was held back, once the pool exists with this size. Logs and returns the plan for it."""

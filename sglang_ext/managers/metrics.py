@@ -8,7 +8,7 @@ from sglang_ext.config.method_options import offered_methods
 from sglang_ext.core import FALLBACK_REASONS
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics import MetricWrapperBase
+    from prometheus_client import Counter, Gauge, Histogram
 
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.cost_model import RoundTimes
@@ -49,24 +49,23 @@ class MetricSource(Protocol):
 
 @dataclass
 class KVMetrics:
-    """The metrics of one scheduler process. Totals are passed as they are; counters are increased by their growth."""
+    """The metrics of one scheduler process."""
 
     model_name: str
-    _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _counters: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _accept_length: "MetricWrapperBase | None" = None
+    _gauges: "dict[str, Gauge]" = field(default_factory=dict)
+    _counters: "dict[str, Counter]" = field(default_factory=dict)
+    _accept_length: "Histogram | None" = None
     _last_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, server_args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
-        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing."""
-        made = cls(server_args.served_model_name or server_args.model_path)
-        if server_args.enable_metrics and counts:
-            made._define(server_args, sources)
-        return made
+    def create(cls, args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
+        """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
 
-    def _define(self, args: "KVServerArgs", sources: Iterable[MetricSource]) -> None:
-        """Define all metrics. The series of all known labels start at 0, because a rate needs a first value."""
+        The series of all known labels start at 0, because a rate needs a first value.
+        """
+        made = cls(args.served_model_name or args.model_path)
+        if not args.enable_metrics or not counts:
+            return made
         # Import it after SGLang prepared the folder of its processes.
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -76,17 +75,19 @@ class KVMetrics:
             counters.update(source.counters)
         counters["copies"] += tuple(offer.public_name for offer in offered_methods(args))
         for name, (text, *label) in gauges.items():
-            self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
+            made._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
         for name, (text, *rest) in counters.items():
             label, known = rest[:1], rest[1:]
-            self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
+            made._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
             for value in [(each,) for each in known] if label else [()]:
-                self._counters[name].labels(self.model_name, *value)
+                made._counters[name].labels(made.model_name, *value)
         buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
-        self._accept_length = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
-        self._accept_length.labels(self.model_name)
+        histogram = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
+        made._accept_length = histogram.labels(made.model_name)
+        return made
 
-    def _count(self, name: str, amount: float, *label: str) -> None:
+    def count(self, name: str, amount: float, *label: str) -> None:
+        """Increase a counter; no-op without metrics."""
         if name in self._counters:
             self._counters[name].labels(self.model_name, *label).inc(amount)
 
@@ -96,23 +97,15 @@ class KVMetrics:
         if name in self._gauges:
             self._gauges[name].labels(self.model_name, *label).set(value)
         elif value != before:
-            self._count(name, value - before, *label)
+            self.count(name, value - before, *label)
         self._last_totals[name, *label] = value
-
-    def count_drafts(self, drafts: int) -> None:
-        """Count a request's draft tokens on compressed KV."""
-        self._count("drafts", drafts)
 
     def count_verify(self, num_tokens: int) -> None:
         """Count a verification that gave ``num_tokens`` output tokens, with the bonus token."""
-        self._count("verifies", 1)
-        self._count("accepted_drafts", num_tokens - 1)
+        self.count("verifies", 1)
+        self.count("accepted_drafts", num_tokens - 1)
         if self._accept_length is not None:
-            self._accept_length.labels(self.model_name).observe(num_tokens)
-
-    def count_fallback(self, reason: int, num_tokens: int) -> None:
-        """Count output tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        self._count("fallback_tokens", num_tokens, FALLBACK_REASONS[reason])
+            self._accept_length.observe(num_tokens)
 
     def observe_round(self, spent: "RoundTimes") -> None:
         """Report the seconds of a round's parts."""
@@ -129,15 +122,10 @@ class KVMetrics:
             self._set_total(name, value or 0.0)
 
     def observe_pool(self, compressed_kv: "CompressedKVCache", more: Iterable[tuple] = ()) -> None:
-        """Report the bytes of compressed KV and of queries, and values of features.
-
-        Args:
-            compressed_kv: The compressed KV of all requests.
-            more: For each value, the name of the metric, the value, and the value of the metric's label if it has one.
-        """
+        """Report the bytes of compressed KV and of queries, and ``more``, the values of features (``MetricValue`` in feature.py)."""
         if not self._gauges:
             return
-        layout = compressed_kv.layout
+        codes, derived = compressed_kv.buffers.codes, compressed_kv.layout.key_derived_data
         values = {
             "compressed_bytes": compressed_kv.held_bytes(),
             # A feature may replace it.
@@ -145,10 +133,11 @@ class KVMetrics:
             "recomputed_requests": compressed_kv.tree_cache.recomputed,
             "query_bytes": compressed_kv.queries.used_bytes,
             "score_bytes": max(method.compressor.held_bytes for method in compressed_kv.methods),
-            "key_code_bytes": 0 if compressed_kv.buffers.codes is None else compressed_kv.buffers.codes.nbytes,
-            "page_extreme_bytes": 0 if layout.key_derived_data is None else layout.key_derived_data.nbytes,
+            "key_code_bytes": 0 if codes is None else codes.nbytes,
+            "page_extreme_bytes": 0 if derived is None else derived.nbytes,
         }
-        labeled = {("copies", method): made for method, made in compressed_kv.num_compressions.items()}
-        named = {(name, *label): value for name, value, *label in more}
-        for key, value in ({(name,): value for name, value in values.items()} | labeled | named).items():
-            self._set_total(key[0], value, *key[1:])
+        totals = {(name,): value for name, value in values.items()}
+        totals |= {("copies", method): made for method, made in compressed_kv.num_compressions.items()}
+        totals |= {(name, *label): value for name, value, *label in more}
+        for (name, *label), value in totals.items():
+            self._set_total(name, value, *label)

@@ -1,7 +1,4 @@
-"""Quantized attention: decoding without full KV (``--kv-mode lossy``), and prompts that attend to quantized KV (``--kv-prefill quantized``).
-
-If compressed KV holds all tokens in quantized blocks, nothing reads the full KV of these tokens in mode lossy, and it is freed.
-"""
+"""Quantized attention: decoding without full KV (``--kv-mode lossy``), and prompts that attend to quantized KV (``--kv-prefill quantized``)."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, Quant
 from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
@@ -30,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizedAttention(Feature):
-    """Frees full KV once quantized blocks hold it, and lets prompts attend to quantized KV.
-
-    Attributes:
-        prefill: Attention of prompts; None if it is exact.
-    """
+    """Frees full KV once quantized blocks hold all tokens, and lets prompts attend to quantized KV. ``prefill`` is None if prompts are exact."""
 
     prefill: QuantizedPrefill | None = None
 
@@ -63,7 +56,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]
@@ -74,8 +67,8 @@ class QuantizedAttention(Feature):
         parts = tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of
         if is_single_server and self.prefill is not None:
             chunk = self.args.chunked_prefill_size
-            return FreedFullKVProvider(QuantizedPrompts(*parts, chunk=chunk if chunk and chunk > 0 else None))
-        return FreedFullKVProvider(QuantizedOnlyKV(*parts, recomputes=is_single_server))
+            return FullKVProvider(QuantizedPrompts(*parts, chunk=chunk if chunk and chunk > 0 else None))
+        return FullKVProvider(QuantizedOnlyKV(*parts, recomputes=is_single_server))
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""

@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedMethods:
-    """The methods that requests may ask for. The first one serves requests that ask for none.
+    """The methods that requests may ask for, as they name them and as specifications. The first one serves requests that ask for none.
 
-    Attributes:
-        offered_methods: The methods as requests name them.
-        methods: Specification of each method, in the same order.
-        scores: Predicted scores by slot; None if no method reads them.
-        rotary: The model's rotary embedding; None if no method needs it.
-        first_head: Index, among the model's KV heads, of the first that this rank holds.
-        scaling: Factor on query-key products of each attention layer, by its index in the model.
+    ``scores`` by slot, and the ``rotary`` embedding, are None if no method needs them. ``first_head``: index, among the model's KV heads, of
+    the first that this rank holds. ``scaling``: factor on query-key products, by the index of the attention layer in the model.
     """
 
     offered_methods: tuple[OfferedMethod, ...]
@@ -60,12 +55,11 @@ class ServedMethods:
         kv_heads, scaling = first_attention_layer(model).tp_k_head_num, attention_scaling(model)
         scores = load_slot_scores(args, tuple(scaling), kv_heads, rank)
         offered, methods = offered_methods(args), methods_of(args, len(scaling), kv_heads, rank, scores)
-        rotary = None
-        for offer, method in zip(offered, methods):
-            if method.needs_rotary:
-                from sglang_ext.mem_cache.compressed.rotary import find_rotary
+        rotary, rotating = None, [offer.name for offer, method in zip(offered, methods) if method.needs_rotary]
+        if rotating:
+            from sglang_ext.mem_cache.compressed.rotary import find_rotary
 
-                rotary = find_rotary(model, is_attention, offer.name)
+            rotary = find_rotary(model, is_attention, rotating[0])
         return cls(offered, methods, scores, rotary, first_kv_head(args, rank), scaling)
 
     @property
@@ -79,7 +73,7 @@ class ServedMethods:
         return max(method.compressor.every for method in self.methods)
 
     def buffers(self, args: "KVServerArgs", pool: KVCache) -> "tuple[KVBuffers, KeyDerivedData | None]":
-        """The layers of SGLang's ``pool``, and the object that updates quantized keys of all slots; None if no tokens are selected by them."""
+        """The layers of SGLang's ``pool``, and the quantized keys of all slots; None if no tokens are selected by them."""
         buffers = KVBuffers.from_pool(pool, self.scaling, self.first_head)
         bits = selection_options.slot_code_bits(args)
         if not bits:
@@ -89,17 +83,11 @@ class ServedMethods:
         codes = SlotCodes(buffers.keys, buffers.layer_ids, bits)
         return replace(buffers, codes=codes.held), codes
 
-    def layout(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, receives_rows: bool = False) -> KVLayout:
+    def layout(self, args: "KVServerArgs", buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVLayout:
         """The layout of the compressed KV. At most one method packs tokens, or points to full KV; that one is served alone.
 
-        Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured.
-
-        Args:
-            adaptive: Whether heads keep different numbers of tokens.
-            buffers: The pool's.
-            page_size: Slots that the pool allocates together.
-            token_table: int32 [rows, width], with the draft rows.
-            receives_rows: Whether cache ranks send the rows of selected tokens, instead of pointers to them.
+        Captured graphs read the layout's table of rows, so the layout must exist before any graph is captured. ``token_table``: int32 [rows,
+        width], with the draft rows.
 
         Raises:
             ValueError: Heads of this size cannot be packed.
@@ -109,7 +97,7 @@ class ServedMethods:
             from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import QuantizedLayout, Packing
 
             return QuantizedLayout.for_table(Packing.for_pool(quantizer, buffers, page_size, self.rotary), token_table)
-        if receives_rows:
+        if selection_options.has_remote_values(args):
             return ExchangedRowLayout()
         pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
         if pointing is not None:
@@ -120,9 +108,9 @@ class ServedMethods:
                 return PointerLayout.for_table(pointers, token_table)
             from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
 
-            extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
+            extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.page)
             return PagePointerLayout.of_pool(pointers, token_table, extremes, pointing)
-        if adaptive:
+        if args.kv_head_budgets == "adaptive":
             from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
             return RaggedHeadLayout.of(buffers, len(token_table))
@@ -135,14 +123,13 @@ def check_files(args: "KVServerArgs") -> None:
     Raises:
         OptionError: There are no scores of the model; or the predictor is missing, has changed, or belongs to another model.
     """
-    if any(offer.drop_method == KVZIP for offer in offered_methods(args)):
-        config = args.get_model_config()
-        if _score_index(args, config.num_hidden_layers).empty:
-            raise OptionError(
-                f"--kv-scores is {args.kv_scores!r}, which has no scores of the model {args.model_path}: write them with "
-                f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
-                f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
-            )
+    uses_scores = any(offer.drop_method == KVZIP for offer in offered_methods(args))
+    if uses_scores and _score_index(args, args.get_model_config().num_hidden_layers).empty:
+        raise OptionError(
+            f"--kv-scores is {args.kv_scores!r}, which has no scores of the model {args.model_path}: write them with "
+            f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
+            f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
+        )
     if not _predicts(args):
         return
     predictor, config = _predictor(args), args.get_model_config()
@@ -156,13 +143,7 @@ def check_files(args: "KVServerArgs") -> None:
 
 
 def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> "SlotScores | None":
-    """Load the predicted scores of a rank's KV heads; None if no compressor reads them.
-
-    Args:
-        args: The server's.
-        layers: Indices of the model's attention layers.
-        kv_heads: Number of KV heads of this rank.
-        rank: Index in ``--tp-size``. If there are more ranks than heads, neighbouring ranks have the same heads.
+    """Load the predicted scores of a rank's KV heads; None if no compressor reads them. ``layers``: indices in the model.
 
     Raises:
         OptionError: The predictor is missing, has changed, or belongs to another model.
@@ -172,6 +153,7 @@ def load_slot_scores(args: "KVServerArgs", layers: Sequence[int], kv_heads: int,
     from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
     predictor = _predictor(args)
+    # If there are more ranks than heads, neighbouring ranks have the same heads.
     return SlotScores(predictor.of_heads(rank * predictor.kv_heads // args.tp_size, kv_heads), layers)
 
 
@@ -185,10 +167,16 @@ def _predictor(args: "KVServerArgs") -> "Predictor":
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
+def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
+    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
+    from sglang_ext.mem_cache.scores import model_folder, model_key
+
+    key = model_key(model_folder(args.model_path, args.revision))
+    return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())
+
+
 def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: "SlotScores | None") -> tuple[MethodSpec, ...]:
     """Specifications of the offered methods, in the order of :func:`offered_methods`, with the stored or predicted scores that they read.
-
-    ``kv_heads`` and ``rank`` are those of :func:`load_slot_scores`.
 
     Raises:
         OptionError: A method needs scores, but the model has no files to identify it by.
@@ -217,7 +205,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
 
 
 def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_size: int, layout: KVLayout) -> tuple[CompressionMethod, ...]:
-    """Compression methods that create compressed KV of this layout in a pool with this page size, from ``methods`` (:func:`methods_of`)."""
+    """Compression methods that create compressed KV of this layout in a pool with this page size."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
         packing, quant_method = layout.slot_layout(each, plain), offer.quant_method or ""
@@ -228,11 +216,3 @@ def copy_methods(args: "KVServerArgs", methods: tuple[MethodSpec, ...], page_siz
 def first_kv_head(args: "KVServerArgs", rank: int) -> int:
     """Index, among the model's KV heads, of the first that a rank of ``--tp-size`` holds."""
     return rank * args.get_model_config().get_total_num_kv_heads() // args.tp_size
-
-
-def _score_index(args: "KVServerArgs", layers: int) -> "ScoreIndex":
-    from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
-    from sglang_ext.mem_cache.scores import model_folder, model_key
-
-    key = model_key(model_folder(args.model_path, args.revision))
-    return ScoreIndex.open(Path(args.kv_scores), KVZIP, key, layers, args.get_model_config().get_total_num_kv_heads())

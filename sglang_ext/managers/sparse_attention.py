@@ -1,7 +1,4 @@
-"""Sparse attention: methods that select the tokens of each step (``quest``, ``spade``), on the model's own GPU or CPU.
-
-The methods are in mem_cache/compressors/step_selectors.py. With ``--kv-cache-ranks``, other processes select (cache_rank/feature.py).
-"""
+"""Sparse attention: methods that select the tokens of each step on the model's own GPU or CPU. For cache ranks see cache_rank/feature.py."""
 
 from typing import TYPE_CHECKING
 
@@ -28,32 +25,26 @@ class SparseAttention(Feature):
         return {"selection_workspaces": self._token_selection_bytes(planner, rings) + self._page_selection_bytes(planner, requests)}
 
     def _token_selection_bytes(self, planner: "MemoryPlanner", rings: int) -> int:
-        """Bytes of selections of tokens, as in on_gpu.py, for contexts as long as a row of the token table.
-
-        Two may run at once: one on a second stream for all requests with rings, unless cache ranks select; and one when a request is
-        compressed.
-        """
+        """Bytes of selections of tokens, as in on_gpu.py, for contexts as long as a row of the token table."""
         model, selecting = planner.model, [m.compressor for m in planner.served.methods if isinstance(m.compressor, Spade)]
         if not selecting:
             return 0
         sizes = planner.row_tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, selecting[0].predictor
+        # One when a request is compressed; and one on a second stream for all requests with rings, unless cache ranks select.
         at_once = [1] if self.args.kv_cache_ranks else [1, rings]
         return sum(planned_bytes(model.layers * count, *sizes) for count in at_once)
 
     def _page_selection_bytes(self, planner: "MemoryPlanner", requests: int) -> int:
-        """Bytes of selections of pages, as in quest_pages.py, in rows of the token table; the layers of a step share them.
-
-        SGLang's graphs of steps share one workspace, if there are any. Another one is outside the graphs, which are captured from it and in
-        which larger batches run.
-        """
+        """Bytes of selections of pages, as in quest_pages.py, in rows of the token table; the layers of a step share them."""
         paging = planner.paging
         if paging is None:
             return 0
         from sglang_ext.layers.kernels.quest_pages import scratch_bytes
 
         decode = self.args.cuda_graph_config.decode
+        # SGLang's graphs of steps share one workspace, if there are any. Larger batches run in another one.
         at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
-        return sum(scratch_bytes(count, planner.model.kv_heads, planner.row_tokens, paging.scoring.page) for count in at_once)
+        return sum(scratch_bytes(count, planner.model.kv_heads, planner.row_tokens, paging.page) for count in at_once)
 
     def selector(self, worker: Worker, method: CompressionMethod) -> StreamSelector | None:
         """Create the asynchronous selector of spade on a GPU. On a CPU, and with quest, steps or rounds select themselves."""

@@ -1,7 +1,6 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
-Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. The decode loop (spec_decode/decode_loop.py)
-runs the rounds of running requests. See docs/architecture.md.
+Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. Then the decode loop runs the rounds (docs/architecture.md).
 """
 
 import logging
@@ -12,19 +11,16 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
-from sglang_ext.config import options, selection_options
+from sglang_ext.config import options
 from sglang_ext.core import TPRanks
-from sglang_ext.layers.attention import torch_native
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput, use_plain_decoding
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
-from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
-from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
 
@@ -37,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVWorker(BaseSpecWorker):
-    """Verified and lossy decoding inside SGLang's scheduler.
-
-    SGLang creates it with the arguments of any speculative worker. It has no draft model. Features (feature.py) add optional capabilities.
-    """
+    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features (feature.py) add optional capabilities."""
 
     @exit_on_refusal
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
@@ -61,9 +54,7 @@ class KVWorker(BaseSpecWorker):
         self.graphs: "graph_capture.VerifyGraphSet | None" = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        # Before SGLang creates backends and graphs. For SGLang, the target's runner decodes plainly, with one token per request.
-        use_plain_decoding(self.model_runner)
-        torch_native.register()
+        graph_capture.prepare_backends(self.model_runner)
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)
@@ -83,7 +74,6 @@ class KVWorker(BaseSpecWorker):
         """SGLang copies lengths to the host if any listed object sets ``needs_cpu_seq_lens``. The worker needs them to plan."""
         return (*super().spec_v2_attn_backends, self)
 
-    # SGLang reads this attribute of each object above.
     needs_cpu_seq_lens = True
 
     @exit_on_refusal
@@ -99,8 +89,7 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.buffers, codes = served.buffers(args, self.model_runner.token_to_kv_pool)
-        adaptive, receives_rows = args.kv_head_budgets == "adaptive", selection_options.has_remote_values(args)
-        self.layout = served.layout(adaptive, self.buffers, page_size, table, receives_rows)
+        self.layout = served.layout(args, self.buffers, page_size, table)
         self.key_derived_data = codes or self.layout.key_derived_data
         if self.key_derived_data is not None:
             # Set it before any graph is captured, because graphs also call it for the keys that they write.
@@ -113,9 +102,8 @@ class KVWorker(BaseSpecWorker):
     @exit_on_refusal
     def init_cuda_graphs(self) -> None:
         """Capture graphs of verifications, and of steps over compressed KV if it needs its own. SGLang captured those of plain decoding."""
-        args, runner = self.server_args, self.model_runner
-        interval, on_gpu = self.methods.selection_interval, self.buffers.on_gpu
-        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, on_gpu)
+        args, runner, interval = self.server_args, self.model_runner, self.methods.selection_interval
+        compressed = graph_capture.create_compressed_attention(args, runner, self.queries, interval, self.layout, self.buffers.on_gpu)
         verifier = graph_capture.create_verify_attention(args, runner)
         self.attentions = AttentionOverrides(None if verifier is None else AttentionOverride(verifier), compressed)
         self.graphs = graph_capture.capture_verify_graphs(args, runner, self.queries, verifier)
@@ -150,8 +138,8 @@ class KVWorker(BaseSpecWorker):
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
     def _create_compressed_kv(self, tree_cache: "TieredRadixCache") -> CompressedKVCache:
-        args, served, allocator = self.server_args, self.methods, self.token_to_kv_pool_allocator
-        methods = copy_methods(args, served.methods, allocator.page_size, self.layout)
+        args, allocator = self.server_args, self.token_to_kv_pool_allocator
+        methods = copy_methods(args, self.methods.methods, allocator.page_size, self.layout)
         return CompressedKVCache(
             methods=methods,
             token_table=self.req_to_token_pool.req_to_token,
@@ -160,7 +148,7 @@ class KVWorker(BaseSpecWorker):
             allocator=allocator,
             tree_cache=tree_cache,
             queries=self.queries,
-            rotary=served.rotary,
+            rotary=self.methods.rotary,
             method_index_of=lambda row: self.requests.get(row).method,
             prompt_of=lambda row: self.requests.get(row).prompt,
             namespace_of=lambda row: self.requests.get(row).namespace,
@@ -207,21 +195,18 @@ class KVWorker(BaseSpecWorker):
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
-        if batch.forward_mode.is_idle():
-            result = self.target_worker.forward_batch_generation(batch)
-            result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
-            return result
         if batch.forward_mode.is_extend():
-            result = prefill(self, batch, self.loop.penalties, on_publish)
-            self.loop.round_timer.interrupt()
-            return result
-        return self.loop.decode(batch, on_publish)
+            return self.loop.prefill(batch, on_publish)
+        if not batch.forward_mode.is_idle():
+            return self.loop.decode(batch, on_publish)
+        result = self.target_worker.forward_batch_generation(batch)
+        result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
+        return result
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count the outcome of an iteration, once it is on the host."""
-        if isinstance(result, RoundResult):
-            self.loop.report.account(batch, result)
-            self._observe_pool()
+        """Count the outcome of a decode round, once it is on the host."""
+        self.loop.account(batch, result)
+        self._observe_pool()
 
     def _observe_pool(self) -> None:
         """Report the contents of the pool, and the values of features."""

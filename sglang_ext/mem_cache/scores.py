@@ -81,11 +81,7 @@ def write_checked(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears only when it is complete.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Write a file that appears only when it is complete. Raises OSError if the folder cannot be written."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(content)
@@ -135,13 +131,10 @@ PREDICTOR_FORMAT, PREDICTOR_FILE = "1", "predictor.safetensors"
 
 @dataclass(frozen=True)
 class FitRecord:
-    """How a predictor was fitted.
+    """How a predictor was fitted: to the model with a key (:func:`model_key`), on ``texts`` texts, of which ``tokens`` tokens were sampled.
 
     Attributes:
-        model: The key of its model (:func:`model_key`).
         settings: Settings of targets and training, as JSON with sorted keys.
-        texts: Number of texts that it was fitted on.
-        tokens: Number of tokens sampled from the texts.
         loss: By layer, mean squared error of the logarithm of the score, on held-out texts.
         r2: By layer, explained share of that logarithm's variance on held-out texts, mean over KV heads.
     """
@@ -163,7 +156,6 @@ class Predictor:
         outer_bias: [layers, kv_heads].
         inner: [layers, width, hidden_size], followed by GELU; None for a linear predictor.
         inner_bias: [layers, width].
-        fitted: How it was fitted.
     """
 
     outer: torch.Tensor
@@ -193,10 +185,8 @@ class Predictor:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     def __call__(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """Scores of tokens from their hidden states, [tokens, hidden_size]: float32 [tokens, kv_heads].
-
-        The outer layer is computed in float32: bfloat16 cannot distinguish scores that differ by less than half a percent.
-        """
+        """Scores of tokens from their hidden states, [tokens, hidden_size]: float32 [tokens, kv_heads]."""
+        # The outer layer is in float32: bfloat16 cannot distinguish scores that differ by less than half a percent.
         if self.inner is not None:
             states = gelu(linear(states.to(self.inner.dtype), self.inner[layer], self.inner_bias[layer]))
         return linear(states.float(), self.outer[layer], self.outer_bias[layer])

@@ -8,6 +8,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 from torch.overrides import TorchFunctionMode
 
+from sglang_ext.hooks import activation as hooking, table
+
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Stock SGLang in PyTorch operators (``torch_native`` attention, no graphs, gloo)."""
@@ -16,11 +18,18 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args) -> None:
         """Select options that work without kernels, and a pool that a laptop can allocate, where the user left them open."""
+        from sglang.srt.server_args import (
+            DETERMINISTIC_ATTENTION_BACKEND_CHOICES, add_deterministic_attention_backend_choices,
+            add_radix_supported_deterministic_attention_backend_choices,
+        )  # fmt: skip
+
         # SGLang has selected intel_amx for a CPU by now. It would replace it by torch_native later.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
-        if server_args.enable_deterministic_inference:
-            allow_deterministic_inference()
+        if server_args.enable_deterministic_inference and "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+            # Sampling seeds need that flag. Logits may still depend on the batch.
+            add_deterministic_attention_backend_choices(["torch_native"])
+            add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
         if server_args.grammar_backend is None:
@@ -40,11 +49,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Replace operators that SGLang compiles, or has as Triton kernels on any device, by plain PyTorch."""
         import torch._dynamo
 
-        from sglang_ext.hooks import activation as hooking
-
         # SGLang and its grammar backends compile small operators, which would need a C++ compiler.
         torch._dynamo.config.disable = True
-        hooking.activate_plain_cpu()
+        hooking.apply(table.PLAIN_CPU_HOOKS)
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``. SGLang's arguments expect the name, not a ``torch.device``."""
@@ -77,16 +84,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         """The profiler activity of that name."""
         return torch.profiler.ProfilerActivity.CPU
-
-
-def allow_deterministic_inference() -> None:
-    """Allow ``--enable-deterministic-inference`` for sampling seeds, which need that flag. Logits may still depend on the batch."""
-    from sglang.srt import server_args
-
-    choices = server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
-    if "torch_native" not in choices:
-        server_args.add_deterministic_attention_backend_choices(["torch_native"])
-        server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
 class _Unpinned(TorchFunctionMode):

@@ -46,13 +46,9 @@ def assign_req_to_token_pool(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Write new slots into the token table: row ``i`` gets ``[start[i], end[i])`` in order.
+    """Write new slots, int [sum of lengths], into the token table, int32 [rows, width].
 
-    Args:
-        req_pool_indices: int [batch], rows of the table.
-        req_to_token: int32 [rows, width].
-        start_offset, end_offset: int [batch].
-        out_cache_loc: int [sum of lengths].
+    Row ``req_pool_indices[i]`` gets ``[start_offset[i], end_offset[i])``, in order. All three are int [batch].
     """
     done = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()):
@@ -76,19 +72,11 @@ def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column): uint32 [n, m], bit-identical to SGLang's kernel.
-
-    Args:
-        seed: uint64 [n].
-        positions: int [n].
-        col_indices: int [m].
-    """
+    """MurmurHash3 of (seed, uint64 [n]; position, int [n]; column, int [m]): uint32 [n, m], bit-identical to SGLang's kernel."""
     seed = seed.to(torch.int64)
     h = torch.zeros((len(seed), 1), dtype=torch.int64, device=seed.device)
-    h = _mix(h, (seed & 0xFFFFFFFF)[:, None])
-    h = _mix(h, ((seed >> 32) & 0xFFFFFFFF)[:, None])
-    h = _mix(h, (positions.to(torch.int64) & 0xFFFFFFFF)[:, None])
-    h = _mix(h, (col_indices.to(torch.int64) & 0xFFFFFFFF)[None, :])
+    for part in (seed[:, None], seed[:, None] >> 32, positions[:, None].to(torch.int64), col_indices[None, :].to(torch.int64)):
+        h = _mix(h, part & 0xFFFFFFFF)
     h = h ^ 16
     h = h ^ (h >> 16)
     h = _times(h, 0x85EBCA6B)

@@ -22,26 +22,20 @@ _libraries: list[object] = []
 
 
 class _DeclareSchemas(importlib.abc.MetaPathFinder):
-    """Declares the operator schemas once, when torchvision is first looked up."""
+    """Declares the operators' schemas for a torch built without CUDA, once, when torchvision is first looked up."""
 
     def find_spec(self, fullname, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
-            declare_schemas()
+            import torch
+
+            if torch.version.cuda is None:
+                library = torch.library.Library("torchvision", "FRAGMENT")
+                for name, schema in SCHEMAS.items():
+                    if not hasattr(torch.ops.torchvision, name):
+                        library.define(schema)
+                _libraries.append(library)
         return None
-
-
-def declare_schemas() -> None:
-    """Declare torchvision's detection operators for a torch built without CUDA."""
-    import torch
-
-    if torch.version.cuda is not None:
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(schema)
-    _libraries.append(library)
 
 
 def enable() -> None:
@@ -49,14 +43,8 @@ def enable() -> None:
     sys.meta_path.insert(0, _DeclareSchemas())
 
 
-def install() -> str:
-    """Write the ``.pth`` file that enables the hook in each interpreter. Return its path."""
+if __name__ == "__main__":
     path = os.path.join(sysconfig.get_paths()["purelib"], PTH_NAME)
     with open(path, "w") as file:
         file.write("import sglang_ext.platforms.torchvision_cpu as m; m.enable()\n")
-    return path
-
-
-
-if __name__ == "__main__":
-    print(f"wrote {install()}")
+    print(f"wrote {path}")

@@ -3,17 +3,23 @@
 import math
 import shlex
 import tempfile
+import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sglang_ext.core import OptionError
 
 ROLES = ("prefill", "decode")
 """Roles of the two servers in prefill-decode disaggregation."""
 LAST_PORT = 65535
+PROGRESS_SECONDS = 15.0
+"""Seconds between two lines about one task, without a terminal."""
 PROMPT_LENGTH_OPTION = "--context-len"
 """Option of most benchmarks for the length of prompts."""
 
@@ -67,3 +73,38 @@ def exit_code(name: str, work: Callable[[], None], console: Console) -> int:
         console.print(f"{name}: interrupted; run it again for the rest")
         return 130
     return 0
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int, str], Callable[[int], None]]]:
+    """Yield a function that begins a task, given its name, total and unit. It returns a function that advances the task by a count."""
+    if not console.is_terminal:
+        yield partial(_print_progress, console)
+        return
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+
+        def begin(name: str, total: int, unit: str) -> Callable[[int], None]:
+            task = progress.add_task(name, total=total, unit=unit)
+            return lambda count: progress.advance(task, count)
+
+        yield begin
+
+
+def _print_progress(console: Console, name: str, total: int, unit: str) -> Callable[[int], None]:
+    """Print a task's progress as lines: at its start, every :data:`PROGRESS_SECONDS`, and at its end. Return the function that advances it."""
+    done, begun = 0, time.monotonic()
+    told = begun
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        done, now = done + count, time.monotonic()
+        if count and done < total and now - told < PROGRESS_SECONDS:
+            return
+        told, seconds = now, now - begun
+        left = f", about {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        console.print(f"{name}: {done} of {total} {unit}, {seconds:.0f} s{left}", markup=False, highlight=False, soft_wrap=True)
+
+    advance(0)
+    return advance

@@ -32,12 +32,8 @@ FLOOR = 1e-12
 class SamplingConfig:
     """Settings that samples depend on, in addition to the texts and the model.
 
-    Attributes:
-        target: ``kvzip+``, as published, or ``kvzip``.
-        tokens: Tokens per repeated piece. Longer texts are split.
-        samples: Sampled tokens per piece. Limits the stored data.
-        seed: Seed of the sampling.
-        how: How pieces are repeated.
+    ``target`` is ``kvzip+``, as published, or ``kvzip``. Texts are split into pieces of ``tokens`` tokens, which are repeated as ``how`` says,
+    and of which ``samples`` are drawn.
     """
 
     target: str = "kvzip+"
@@ -49,12 +45,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Tokens of a text that are repeated at once.
+    """Token ids of a text that are repeated at once.
 
-    Attributes:
-        tokens: Token ids.
-        path: File of their samples, named by a hash of everything that they depend on. It contains ``states``, [layers, samples,
-            hidden_size] in the model's dtype, and ``targets``, float32 [layers, kv_heads, samples], logarithms of scores.
+    The file of their samples is named by a hash of everything that they depend on. It contains ``states``, [layers, samples, hidden_size] in
+    the model's dtype, and ``targets``, float32 [layers, kv_heads, samples], logarithms of scores.
     """
 
     tokens: tuple[int, ...]
@@ -122,12 +116,8 @@ def load_layer(paths: list[Path], layer: int) -> tuple[torch.Tensor, torch.Tenso
 class TrainingConfig:
     """Training settings (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891).
 
-    Attributes:
-        network: ``mlp``, two layers with GELU between them, or ``linear``, by ridge regression.
-        width: Size of the hidden layer. 0 for an eighth of the model's hidden size.
-        epochs, batch, rate: Settings of AdamW. Its learning rate decreases to 0 along a cosine.
-        ridge: Added to the variance of standardized inputs.
-        seed: Seed of the initial weights and of the order of samples.
+    ``network`` is ``mlp``, two layers with GELU between them, or ``linear``, by ridge regression. A ``width`` of 0 stands for an eighth of the
+    model's hidden size. AdamW's learning ``rate`` decreases to 0 along a cosine. ``ridge`` is added to the variance of standardized inputs.
     """
 
     network: str = "mlp"
@@ -161,12 +151,9 @@ class Standardizer:
 
 
 def train(states: torch.Tensor, targets: torch.Tensor, how: TrainingConfig, layer: int) -> dict[str, torch.Tensor]:
-    """Train one layer with its own random numbers. Return its weights on the CPU, with the names of
-    :class:`~sglang_ext.mem_cache.scores.Predictor`.
+    """Train one layer with its own random numbers: ``states`` are float32 [samples, hidden_size], ``targets`` float32 [samples, kv_heads].
 
-    Args:
-        states: float32 [samples, hidden_size].
-        targets: float32 [samples, kv_heads].
+    Return its weights on the CPU, with the names of :class:`~sglang_ext.mem_cache.scores.Predictor`.
     """
     inputs, outputs = Standardizer(states), Standardizer(targets)
     if how.network == "linear":

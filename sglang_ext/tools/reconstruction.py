@@ -22,12 +22,9 @@ MARK = "A document."
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """The text before a document in prompts.
+    """The text before a document in prompts: ``text``, or with ``chat`` the model's chat template, whose user's message it begins.
 
-    Attributes:
-        text: The text, with ``chat`` False.
-        chat: Whether the document begins the user's message, in the model's chat template.
-        system: The system message in the template. None for the template's own.
+    ``system``: the system message in the template. None for the template's own.
     """
 
     text: str = ""
@@ -148,12 +145,9 @@ class ReconstructionConfig:
     The context's KV is computed once. Then, chunk by chunk, a prompt asks for the chunk, and the chunk itself follows. So its queries are
     those of a model that repeats it.
 
-    Attributes:
-        chunk: Tokens that are repeated at once.
-        sinks: First tokens, which are always kept. They take part in the attention of all chunks.
-        lead: Tokens before a chunk that the prompt quotes to mark its beginning.
-        whole_prompt, part_prompt: Prompts for the first chunk, and for the others.
-        begin: Nothing before this token is repeated. The scores there are 0.
+    A chunk has ``chunk`` tokens. The first ``sinks`` tokens are always kept, and take part in the attention of all chunks. ``whole_prompt``
+    asks for the first chunk, ``part_prompt`` for the others; it quotes ``lead`` tokens before the chunk. Nothing before token ``begin`` is
+    repeated; the scores there are 0.
     """
 
     chunk: int = 2048
@@ -231,14 +225,9 @@ def reconstruction_scores(
 ) -> torch.Tensor:
     """Score the importance of a context's KV pairs: float32 [layers, kv_heads, tokens], infinite for the first tokens.
 
-    Args:
-        model: A decoder of transformers. Its attention is replaced permanently.
-        encode: Returns the token ids of a text, without special tokens.
-        tokens: The context's token ids.
-        suffix: Token ids that end the prompt for a chunk and begin the answer.
-        how: The method's settings.
-        progress: Called with numbers of computed or repeated tokens.
-        inputs: Records the inputs of ``model``, for the normalization of KVzip+. None for KVzip.
+    The attention of ``model``, a decoder of transformers, is replaced permanently. ``encode`` adds no special tokens. ``suffix`` ends the
+    prompt for a chunk and begins the answer. ``progress`` is called with numbers of computed or repeated tokens. ``inputs`` records the inputs
+    of ``model``, for the normalization of KVzip+; None for KVzip.
     """
     config = model.config.get_text_config()
     scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(tokens), device=model.device)

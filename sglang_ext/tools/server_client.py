@@ -23,13 +23,10 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface to which nothing is bound.
+    """Return a TCP port of the loopback interface to which nothing is bound. Raises :class:`CommandError` if none is found.
 
     A server binds its port some seconds later. Until then the port stays free. It is below the kernel's range of ephemeral ports, and this
     process does not return it again. Processes that run at the same time choose among other ports.
-
-    Raises:
-        CommandError: No free port was found.
     """
     for port in random.SystemRandom().sample(range(10000 + os.getpid() % PROCESSES, 32768, PROCESSES), 100):
         with socket.socket() as probe, suppress(OSError):
@@ -47,12 +44,7 @@ def is_taken(port: int) -> bool:
 
 
 class ServerClient:
-    """Sends requests to a server on a port of this machine.
-
-    Args:
-        port: TCP port of the server.
-        request_timeout: Time limit of one request, in seconds.
-    """
+    """Sends requests to a server on a TCP port of this machine. ``request_timeout``: time limit of one request, in seconds."""
 
     def __init__(self, port: int, request_timeout: float = 1800.0) -> None:
         self.port = port
@@ -66,13 +58,8 @@ class ServerClient:
     def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Send a GET request, or with ``body`` a POST request. Return the JSON of the response, or its text if it is no JSON.
 
-        Args:
-            path: Path of the URL.
-            body: JSON object of a POST request.
-            timeout: Time limit in seconds. None for the client's.
-
-        Raises:
-            OSError: The server returned an error (``urllib.error.HTTPError``), is not reachable, or exceeded the time limit.
+        ``timeout`` is in seconds; None: the client's. Raises :class:`OSError` if the server returned an error (``urllib.error.HTTPError``),
+        is not reachable, or exceeded the time limit.
         """
         with self._open(path, body, timeout) as response:
             text = response.read().decode()

@@ -97,16 +97,10 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
 
 
 def check_servers(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
-    """Check the model and the flags of several servers before the first one starts.
+    """Check the model and the flags of several servers, by name, before the first one starts.
 
-    Args:
-        model: Folder or name of the model.
-        servers: Flags of each server, by its name.
-        max_tokens: Tokens of the longest request, prompt and output. 0 if that is not known.
-        length_option: Option of the benchmark for the length of prompts, for the error message.
-
-    Raises:
-        CommandError: Names the model, or the server and its flag, with the allowed values and the remedy.
+    ``max_tokens``: tokens of the longest request, prompt and output; 0 if that is not known. ``length_option``: option for the length of
+    prompts, for the message. Raises :class:`CommandError`, which names the model, or the server and its flag, and the remedy.
     """
     problem = model_folder.find_problem(model)
     if problem is not None:
@@ -132,18 +126,9 @@ class ServerProcess(ServerClient):
         with ServerProcess(model, ("--kv-mode", "verified"), Path("server.log")) as server:
             server.post("generate", {"text": "Hello"})
 
-    Args:
-        model: Folder or name, as for ``--model-path``.
-        arguments: Further flags of the server.
-        log: File for the server's output.
-        port: TCP port. 0 for any free port.
-        start_timeout: Seconds until the server must be healthy.
-        request_timeout: Time limit of one request, in seconds.
-        stop_grace: Seconds between SIGTERM and SIGKILL.
-        env: Environment variables of the server, in addition to those of this process.
-
-    Raises:
-        CommandError: On entry: the server ended, or was not healthy in time. The message shows the end of its log.
+    Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL. The server has the
+    environment variables of this process and those of ``env``. On entry it raises :class:`CommandError` if the server ended, or was not
+    healthy in time. The message shows the end of its log.
     """
 
     def __init__(

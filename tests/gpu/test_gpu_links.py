@@ -14,7 +14,7 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords,
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder, RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
-from sglang_ext.managers.kv_transfer.wire import LayerRange, PageHeader, Stream
+from sglang_ext.managers.kv_transfer.wire import PageHeader, Stream
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
@@ -59,25 +59,25 @@ def in_thread(work):
 def test_pages_of_any_gpu_travel(device, reference):
     if device == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
-    sent, received, layers = pool_on(device), pool_on(device), LayerRange(0, LAYERS)
+    sent, received = pool_on(device), pool_on(device)
     codec = make_codec(reference, sent)
     tokens = codec.page_size
     slots = [torch.randperm(SLOTS, device=device)[:tokens] for _ in range(2)]
     parts = []
-    link = SimpleNamespace(offer=lambda number, part: parts.append(part))
-    out = RoomEncoder(1, codec, layers, [0], [bytes(32)], Told())
+    link = SimpleNamespace(offer=lambda number, stream, payload, *_: parts.append(SimpleNamespace(stream=stream, payload=payload)))
+    out = RoomEncoder(1, codec, [0], [bytes(32)], Told())
     in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
-    into = RoomWriter(make_codec(reference, received), AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told())
+    into = RoomWriter(make_codec(reference, received), AuxRecords(received.args), 0, [PlacedPage(0, slots[1])], [bytes(32)], Told())
     assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
 
     def write():
         for part in parts:
-            into.write(PageHeader(1, part.stream, 0, layers, 0, codec.name, len(part.payload), bytes(32)), part.payload)
+            into.write(PageHeader(1, part.stream, 0, sent.layer_range, 0, codec.name, len(part.payload), bytes(32)), part.payload)
         into.ended(None)
         return True
 
     in_thread(write)
-    for one, other in zip(sent.tensors(0, LAYERS), received.tensors(0, LAYERS)):
+    for one, other in zip(sent.tensors, received.tensors):
         if reference == "int8":
             torch.testing.assert_close(other[slots[1]], one[slots[0]], atol=0.05, rtol=0)
         else:
@@ -87,17 +87,17 @@ def test_pages_of_any_gpu_travel(device, reference):
 @pytest.mark.parametrize("reference", ["raw", "exact", "int8"])
 def test_kernels_are_compiled_with_slot_0_alone(reference):
     pool = pool_on("cuda:0")
-    before = [tensor[1:].clone() for tensor in pool.tensors(0, LAYERS)]
-    compile_kernels(make_codec(reference, pool), LayerRange(0, LAYERS), True)
-    assert all(torch.equal(tensor[1:], rest) for tensor, rest in zip(pool.tensors(0, LAYERS), before))
+    before = [tensor[1:].clone() for tensor in pool.tensors]
+    compile_kernels(make_codec(reference, pool), True)
+    assert all(torch.equal(tensor[1:], rest) for tensor, rest in zip(pool.tensors, before))
 
 
 @pytest.mark.parametrize("reference", ["raw", "int8"])
 def test_pages_leave_while_a_model_computes(reference):
-    pool, layers = pool_on("cuda:0"), LayerRange(0, LAYERS)
+    pool = pool_on("cuda:0")
     codec, parts = make_codec(reference, pool), []
-    room = RoomEncoder(1, codec, layers, [0, 0], [bytes(32)] * 2, Told())
-    link = SimpleNamespace(offer=lambda number, part: parts.append(part))
+    room = RoomEncoder(1, codec, [0, 0], [bytes(32)] * 2, Told())
+    link = SimpleNamespace(offer=lambda number, stream, payload, *_: parts.append(SimpleNamespace(stream=stream, payload=payload)))
     slots = torch.arange(codec.page_size, device="cuda:0") % SLOTS
     # The first compiles kernels.
     in_thread(lambda: room.offer(link, room.start_page(slots, True)) or True)
@@ -110,36 +110,36 @@ def test_pages_leave_while_a_model_computes(reference):
     in_thread(lambda: room.offer(link, room.start_page(slots, True)) or True)
     assert not computed.query(), "the page waited for all that was launched before it"
     computed.synchronize()
-    assert len(parts) % 2 == 0 and bytes(parts[0].payload) == bytes(parts[len(parts) // 2].payload)
+    assert len(parts) % 2 == 0 and bytes(parts[0]) == bytes(parts[len(parts) // 2])
 
 
 @pytest.mark.parametrize("named", [("hack", 4, 64), ("hack", 2, 32), ("kivi", 2, None), ("turboquant", None, None)], ids=str)
 def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
-    layers, begin, found = LayerRange(0, 36), 64, []
+    layers, begin, found = 36, 64, []
     seeds = token_seeds(list(range(SLOTS)), SLOTS, torch.device("cpu"))
     torch.manual_seed(0)
-    here = pool_on("cuda:0", layers.count)
-    there = pool_on("cpu", layers.count)
-    for one, other in zip(here.tensors(0, layers.count), there.tensors(0, layers.count)):
+    here = pool_on("cuda:0", layers)
+    there = pool_on("cpu", layers)
+    for one, other in zip(here.tensors, there.tensors):
         other.copy_(one)
     for pool in (here, there):
         kinds = (tuple(each.view(SLOTS, HEADS, DIM) for each in kind) for kind in (pool.keys, pool.values))
-        buffers = KVBuffers(tuple(range(layers.count)), (1.0,) * layers.count, *kinds)
+        buffers = KVBuffers(tuple(range(layers)), (1.0,) * layers, *kinds)
         packing = Packing.for_pool(method(*named).quantizer, buffers, 1)
         room = QuantizedPromptCodec(pool, packing, buffers, begin, begin + 256, 128, seeds.to(pool.device) if packing.stochastic else None)
         slots = torch.arange(100, 100 + 128, device=pool.device)
-        found.append(torch.tensor(list(room.encode(PlacedPage(begin, slots), layers).anchor)))
+        found.append(torch.tensor(list(room.encode(PlacedPage(begin, slots)).anchor)))
         times = []
         for _ in range(5):
             begun = time.monotonic()
-            room.encode(PlacedPage(begin, slots), layers)
+            room.encode(PlacedPage(begin, slots))
             times.append(1000 * (time.monotonic() - begun))
         assert pool.device.type == "cpu" or min(times) < CODED_MS, times
         into = torch.arange(packing.packed_slots(128), device=pool.device)
-        room.write_anchor(PlacedPage(begin, into), layers, memoryview(bytes(found[0].tolist())))
+        room.write_anchor(PlacedPage(begin, into), memoryview(bytes(found[0].tolist())))
     # A number halfway between two codes may get the other one, but where it is drawn.
     assert (found[0] != found[1]).float().mean() <= (0 if packing.stochastic else 0.01)
-    for one, other in zip(here.tensors(0, layers.count), there.tensors(0, layers.count)):
+    for one, other in zip(here.tensors, there.tensors):
         assert torch.equal(one.cpu().view(torch.int16), other.view(torch.int16))
 
 

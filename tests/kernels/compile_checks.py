@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import per_head_decode, key_scores, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
+from sglang_ext.layers.kernels import per_head_decode, key_scores, quantized_keys, exchange_kernels, gpu_launch, kv_copies, row_exchange, quest_pages
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
 from sglang_ext.layers.kernels.key_scores import rotate_queries
 from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
@@ -46,8 +46,8 @@ PACKED = (
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("int8", 8, 64, 1), ("kivi", 2, 128, 8), ("int4", 4, 128, 16))
-# Pages to encode and decode: bits, whether scales are short, dtype. Encoding takes 5 to 15 s of a core to compile.
-CODECS = ((2, True, torch.bfloat16), (4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32))
+# Pages to encode and decode: bits, dtype. Encoding takes 5 to 15 s of a core to compile.
+CODECS = ((2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float16), (3, torch.float32))
 # Blocks whose integers it multiplies: bits, channels of a head, partition, queries that share a KV head.
 INTEGERS = ((4, 128, 64, 4), (2, 128, 128, 3), (4, 64, 64, 1), (2, 128, 64, 4), (2, 128, 64, 8), (4, 128, 128, 4))
 
@@ -153,15 +153,15 @@ def check_packing(compiled, everything):
 
 def check_codec(compiled, codecs):
     """What encodes and decodes pages keeps all in registers."""
-    for bits, short, dtype in codecs:
-        layout = PageLayout(96, 128, dtype, bits, 4, short)
+    for bits, dtype in codecs:
+        layout = PageLayout(96, 128, dtype, bits, 4)
         parts, slots = PageTensors.from_tensors([torch.zeros(96, 128, dtype=dtype)]), torch.zeros(96, dtype=torch.int64)
         begin = len(compiled)
         anchors, rests = codec.anchors(parts, layout, slots)
         for rest in (None, list(rests)):
             codec.decode(list(anchors), rest, layout, parts, slots)
         for kernel, made in compiled[begin:]:
-            assert stack_bytes(made) == 0, (kernel, bits, short, dtype)
+            assert stack_bytes(made) == 0, (kernel, bits, dtype)
 
 
 def check_anchored(compiled, everything):
@@ -336,7 +336,7 @@ def check_pages(compiled, everything):
         keys, table = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(4, 40000, dtype=torch.int32)
         pointers, numbers = Pointers(as_pointers(keys).shape[-1], 16), torch.zeros(2, dtype=torch.int64)
         extremes, begin = PageExtremes((keys,), (0,), 16), len(compiled)
-        quest_pages.bound_pages(numbers, keys, numbers, extremes.held, 16)
+        kv_copies.bound_pages(numbers, keys, numbers, extremes.held, 16)
         # Contexts whose bounds registers hold, and longer ones: for one kind of heads, or for all.
         contexts = ((1, 32768), (1, 40000), (2, 40000))
         for every, width in contexts if everything or dim == 128 else contexts[:1]:
@@ -428,7 +428,8 @@ def check_rows(compiled, keys, asked, hits, commits, table, slots):
 def main(everything):
     compiled = []
     compile_only(compiled)
-    packed_decode.has_ptx, packed_decode.capability = (lambda tensor: True), lambda tensor: (9, 0)
+    packed_decode.has_ptx = quantized_keys.has_ptx = lambda tensor: True
+    packed_decode.capability = lambda tensor: gpu_launch.HOPPER
     packed_decode.has_tensor_cores = lambda tensor: False
     for name, bits in some(KINDS, everything):
         pool, table, rows = decode(name, bits, 128, 4)

@@ -33,7 +33,7 @@ def check_packed_gluon(device):
         heads, exact = 2 if number == 0 else 1, 37
         pool = packed_pool(name, bits, 3, exact, heads=heads, dim=dim, dtype=dtype, seed=number)
         keys, values = (part[0].to(device) for part in (pool.buffers.keys, pool.buffers.values))
-        assert packed_decode.fragments(pool.packing, keys, values, group)
+        assert packed_decode.fragments(pool.packing, keys, group)
         tokens = pool.keys.shape[1]
         table = torch.zeros(3, len(pool.row), dtype=torch.int32)
         table[2], table[1, :exact] = pool.row, pool.row[pool.packed :]
@@ -67,7 +67,7 @@ def check_integer_gluon(device):
         # The interpreter has no products of bfloat16: the Triton kernel reads no exact tokens.
         for cores, count in ((plain, 3), (lambda keys: False, 1)):
             packed_decode.has_tensor_cores = cores
-            assert (packed_decode.integer_fragments(pool.packing, keys, values, group) is None) == (count == 1)
+            assert (packed_decode.integer_fragments(pool.packing, keys, group) is None) == (count == 1)
             given = (part.to(device) for part in (table, rows[:count], lengths[:count], slots))
             found.append(packed_decode.packed_decode(pool.packing, queries[:count].to(device), keys, values, *given, 0.1, splits).cpu())
         packed_decode.has_tensor_cores = plain

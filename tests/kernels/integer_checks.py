@@ -3,7 +3,6 @@
 import torch
 from packed_helpers import attention, eight_bits, pool_by
 
-from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
 from sglang_ext.layers.kernels.packed.packed_decode import launch_integers, PackedAttentionCall
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -15,10 +14,10 @@ def decoded(pool, queries, device, splits, **switches):
     table[1], lengths = pool.row, torch.tensor([len(pool.row)])
     rows = [part.to(device) for part in (torch.tensor([1]), lengths, torch.tensor([0, pool.packed], dtype=torch.int32))]
     queries = queries.to(device)[None]
-    parts = SplitOutputs(queries, values.shape[2], splits)
     table = table.to(device), len(pool.row), *rows
-    launch_integers(PackedAttentionCall(pool.packing, queries, queries, keys, values, table, 0.1, parts), **switches)
-    return parts.merged_output()[0].cpu().double()
+    call = PackedAttentionCall(queries, keys, values, splits, pool.packing, queries, table, 0.1)
+    launch_integers(call, **switches)
+    return call.merged_output()[0].cpu().double()
 
 
 def requantized(pool, queries, exact):

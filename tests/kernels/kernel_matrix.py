@@ -28,6 +28,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels import quantized_keys
 from sglang_ext.layers.kernels.packed import packed_decode
 
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
@@ -127,7 +128,8 @@ def compile_only(chip: Chip, made: list[str]) -> None:
 
     JITFunction.run = compiling
     packed_decode.capability = lambda tensor: divmod(chip.capability, 10)
-    packed_decode.has_ptx = lambda tensor: True
+    packed_decode.has_tensor_cores = packed_decode.multiplies_integers = quantized_keys.multiplies_integers = lambda tensor: chip.capability >= 80
+    packed_decode.has_ptx = quantized_keys.has_ptx = lambda tensor: True
 
 
 def arguments() -> argparse.Namespace:

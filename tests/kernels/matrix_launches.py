@@ -10,10 +10,10 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import exchange_kernels, row_exchange
 from sglang_ext.layers.kernels.select_tokens import SelectionContexts, mark_tokens
-from sglang_ext.layers.kernels.quest_pages import bound_pages, point_at_best_pages
+from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.layers.kernels.key_scores import rotate_queries, window_scores
 from sglang_ext.layers.kernels.quantized_keys import quantize_keys, QuantizedKeyTensors
-from sglang_ext.layers.kernels.kv_copies import gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows
+from sglang_ext.layers.kernels.kv_copies import bound_pages, gather_kept, scatter_cells, write_pointers, page_checksum, gather_rows, scatter_rows
 from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packed_decode
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptBatch, prompt_codes
 from sglang_ext.layers.kernels.lynx import triton_codec
@@ -182,8 +182,8 @@ def _copies(shape: Shape) -> None:
 def _lynx(shape: Shape, bits: int) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
     parts, slots = PageTensors.from_tensors([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
-    for short, reference in {4: ((False, "int8"), (False, "exact")), 3: ((True, "int8"),), 2: ((True, "exact"),)}[bits]:
-        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
+    for reference in {4: ("int8", "exact"), 3: ("int8",), 2: ("exact",)}[bits]:
+        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, reference)
         anchors, residuals = triton_codec.anchors(parts, layout, slots)
         if reference == "exact":
             residuals = triton_codec.exact_residuals(parts, list(anchors), layout, slots)

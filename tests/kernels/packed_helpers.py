@@ -1,8 +1,10 @@
 """Packed copies in a small pool, and what they mean, computed without the code under test."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -13,20 +15,41 @@ from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # Every quantizer with every number of bits that it allows.
-KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]
+KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.QUANTIZERS[name].bits]
 # Those that have kernels.
 KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
 
 
+def on_gpu(tensor, monkeypatch, capability):
+    """What code that asks a tensor for its device and shape sees of it on an NVIDIA GPU with a compute capability; None for the tensor itself."""
+    if capability is None:
+        return tensor
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return SimpleNamespace(
+        is_cuda=True, device=tensor.device, dtype=tensor.dtype, shape=tensor.shape, stride=tensor.stride, element_size=tensor.element_size
+    )
+
+
+def record_launches(monkeypatch):
+    """The kernels that are launched from now on, which do nothing: their names and positional arguments."""
+    launched = []
+
+    def run(self, *given, grid, warmup, **options):
+        launched.append((self.__name__, given))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return launched
+
+
 def divides(name, dim):
     """Whether heads of ``dim`` channels are whole partitions, of some size, of a method of the catalogue."""
-    sizes = catalogue.allowed_partitions(name)
+    sizes = catalogue.QUANTIZERS[name].partitions
     return not sizes or any(dim % size == 0 for size in sizes)
 
 
 def for_heads(name, bits, dim):
     """A quantizer of the catalogue, with the default partitions where they divide heads of ``dim`` channels, else others that do."""
-    sizes = (size for size in catalogue.allowed_partitions(name) if dim % size == 0)
+    sizes = (size for size in catalogue.QUANTIZERS[name].partitions if dim % size == 0)
     return quantizer(name, bits, next(sizes, None))
 
 

@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_write_callback
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
-from sglang_ext.mem_cache.selection.scoring import ScoringInputs
+from sglang_ext.mem_cache.selection.scoring import page_scores
 
 PAGE = 16
 # The newest pages first, then the first one.
@@ -57,7 +57,7 @@ class Paged:
 
     def write_extremes(self, slots):
         """As forwards that wrote to ``slots``."""
-        from sglang_ext.layers.kernels.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.kv_copies import bound_pages
 
         extremes = self.begins.extremes
         bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
@@ -90,8 +90,7 @@ class Paged:
         """As PyTorch's Quest scores whole pages of a request: float32 [kv_heads, pages]."""
         slots = self.table[request + 1, : self.pages[request] * PAGE].long()
         keys = self.before.keys[layer][slots].transpose(0, 1)[None, None]
-        seen = ScoringInputs(queries[None, None, :, None].float(), torch.arange(1)[None], keys, 1.0)
-        return Quest.scoring.scores(seen)[0, 0, :, ::PAGE]
+        return page_scores(queries[None, None].float(), keys, PAGE)[0, 0, :, ::PAGE]
 
     def expected(self, request, bounds):
         """Slots that each head's pointers lead to, by these bounds: int64 [kv_heads, tokens]."""
@@ -222,7 +221,7 @@ def check_in_graph(device):
     queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def step():
-        from sglang_ext.layers.kernels.quest_pages import bound_pages
+        from sglang_ext.layers.kernels.kv_copies import bound_pages
 
         found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
         bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)

@@ -1,4 +1,4 @@
-"""Let kernels pass over their first tile sizes, as on a GPU with little shared memory; to be imported before they are."""
+"""Let kernels pass over their first tile sizes, as on a GPU with little shared memory; installed before kernels are imported."""
 
 from collections.abc import Sequence
 
@@ -27,4 +27,6 @@ def launch_first_fitting(choices: Sequence[object], *given: object) -> None:
     _usual(choices[min(_passed_over, len(choices) - 1) :], *given)
 
 
-gpu_launch.launch_first_fitting = launch_first_fitting
+def install() -> None:
+    """Let kernels that are imported from now on be launched so."""
+    gpu_launch.launch_first_fitting = launch_first_fitting

@@ -48,7 +48,7 @@ def check_scatter_cells(device):
         found = there.keys, there.values
         given = (part.to(device) for part in (*made.kept, made.sources, made.targets))
         scatter_cells(there.key_table, there.value_table, *(kind[0] for kind in found), *given)
-        RaggedHeadLayout.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
+        RaggedHeadLayout.of(made.buffers, 2).write(None, made.kept, made.sources, made.targets)
         for kind, expected in zip(found, (made.buffers.keys, made.buffers.values)):
             assert all(torch.equal(one.cpu(), other) for one, other in zip(kind, expected)), (layers, heads, dim, copied)
 

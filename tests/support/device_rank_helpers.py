@@ -118,7 +118,9 @@ class RankWorld:
             link.send_message = lambda message, link=link, send=link.send_message: self._send(message, link, send)
         self.arenas = arenas
         given = self.links, self.method, self.table, self.buffers, self.queries
-        self.steps = LayerwiseClient(*given, PackTimeline(timeline)) if self.by_packs else StepwiseClient(*given)
+        self.steps = LayerwiseClient(*given) if self.by_packs else StepwiseClient(*given)
+        if self.by_packs:
+            self.steps.timeline = PackTimeline(timeline)
         self.steps.max_wait_seconds = patience
         if flags.get("apart") and self.device.type == "cpu":
             self.steps._side = Later(arenas)

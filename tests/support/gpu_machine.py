@@ -30,7 +30,7 @@ def pretend() -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: GPUS
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_name = lambda device=None: "a GPU of a test"
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
 
 
 def ask(commands: Mapping[str, str]) -> dict[str, Asked]:

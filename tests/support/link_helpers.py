@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import zmq
@@ -11,7 +12,7 @@ import zmq
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings, PageHeader, RoomShape, Stream
 
 LAYERS = LayerRange(0, 30)
@@ -31,9 +32,25 @@ def expected(of: RoomShape, **others) -> ExpectedRoom:
     return ExpectedRoom(of, MOST, **others)
 
 
-def part(stream: Stream, payload: bytes, page: int = 0) -> OutgoingPart:
-    """Of the one range of layers."""
-    return OutgoingPart(stream, payload, page, LAYERS)
+def part(stream: Stream, payload: bytes, page: int = 0) -> tuple[Stream, bytes, int, LayerRange]:
+    """Of the one range of layers, as ``Link.offer`` takes it."""
+    return stream, payload, page, LAYERS
+
+
+class CountedMetrics(LinkMetrics):
+    """Sums by metric, whatever the label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: Counter[str] = Counter()
+
+    def add(self, name: str, count: int) -> None:
+        """Add."""
+        self.sums[name] += count
+
+    def count(self, name: str, amount: float, label: str) -> None:
+        """Add."""
+        self.sums[name] += amount
 
 
 class Sink:

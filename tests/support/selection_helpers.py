@@ -4,7 +4,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV
-from sglang_ext.mem_cache.selection.scoring import ScoringInputs
+from sglang_ext_bench.baselines.scoring_inputs import ScoringInputs
 
 DIM = 16
 ROTARY = Rotary(torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003]))

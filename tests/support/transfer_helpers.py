@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,9 +20,8 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import Failed, Hands
 from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory, ProgressiveManager, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LinkSettings
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"
@@ -30,7 +30,12 @@ ROW = 3
 
 
 def make_pool(
-    dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0, value_dim: int = VALUE_DIM, key_dim: int = KEY_DIM
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 16,
+    seed: int = 0,
+    value_dim: int = VALUE_DIM,
+    key_dim: int = KEY_DIM,
+    kind: type[PoolBuffers] = PoolBuffers,
 ) -> PoolBuffers:
     """A pool of random numbers with auxiliary records of two rows, in tensors that it keeps alive."""
     made = torch.Generator().manual_seed(seed)
@@ -48,12 +53,30 @@ def make_pool(
         tensors=tensors,
         aux=aux,
     )
-    return PoolBuffers(args, dtype, HEADS, key_dim, value_dim, torch.device("cpu"))
+    return kind(args, dtype, HEADS, key_dim, value_dim, torch.device("cpu"))
+
+
+class WatchedPool(PoolBuffers):
+    """Tells of each wait for the device. ``told`` is called with the kind of wait: ``all`` or ``links``."""
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        """From now on."""
+        object.__setattr__(self, "told", told)
+
+    def synchronize(self) -> None:
+        """Told, and done."""
+        getattr(self, "told", lambda kind: None)("all")
+        super().synchronize()
+
+    def synchronize_links(self) -> None:
+        """Told, and done."""
+        getattr(self, "told", lambda kind: None)("links")
+        super().synchronize_links()
 
 
 def rows(pool: PoolBuffers, slots: torch.Tensor) -> torch.Tensor:
     """What the pool holds there, uint8 [tokens, bytes]."""
-    return torch.cat([each[slots].view(torch.uint8).flatten(1) for each in pool.tensors(0, LAYERS)], 1)
+    return torch.cat([each[slots].view(torch.uint8).flatten(1) for each in pool.tensors], 1)
 
 
 class Manager:
@@ -64,7 +87,7 @@ class Manager:
     raise_failure, add_event = ProgressiveManager.raise_failure, ProgressiveManager.add_event
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
-        self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
+        self.pool, self.aux = pool, AuxRecords(pool.args)
         self.codec, self.kv_args = replace(make_codec(reference, pool), page_size=UNIT), pool.args
         kind = str(pool.dtype).removeprefix("torch.")
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
@@ -98,13 +121,18 @@ def prefill_info(tp_size: int = 1) -> PrefillServerInfo:
 class PrefillManager(Manager):
     """Of the prefill side."""
 
-    def __init__(self, reference: str, pool: PoolBuffers, limits, gbps: float | None = None) -> None:
+    def __init__(self, reference: str, pool: PoolBuffers, limits, gbps: float | None = None, **of_peers: int) -> None:
         super().__init__(reference, pool)
         self.decode: DecodeManager | None = None
         self.made: list[Link] = []
-        self.handshakes, self.waiting = Handshakes(self.refuse), PackedPromptStore()
+        self.handshakes, self.packed_bytes = Handshakes(self.refuse), 0
         interface = NetworkInterface(gbps)
-        self.peers = DecodePeers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, interface)) or self.made[-1])
+
+        def connect(endpoint: str) -> Link:
+            self.made.append(link := Link(endpoint, self.settings, limits, interface))
+            return link
+
+        self.peers = DecodePeers(connect, **of_peers)
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""

@@ -26,10 +26,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
-from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs, top_tokens
+from sglang_ext.mem_cache.selection.scoring import top_tokens
 from sglang_ext_bench.acceptance.attention_functions import AttentionOutput, register_attention
 from sglang_ext_bench.acceptance.inputs import add_input_arguments, load_model, read_prompts
 from sglang_ext_bench.acceptance.prompt_context import ANSWER_TOKENS, DRAFT_LENGTH, DraftCount, print_line
+from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 from sglang_ext_bench.baselines.scorings import BASELINES, PredictedScoring, overlap
 from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 from sglang_ext_bench.options import check_budgets, check_counts, check_known

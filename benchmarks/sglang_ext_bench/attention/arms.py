@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.decode_backend import split_counts
 from sglang_ext.layers.attention.packed import PackedDecode, packed_attention
-from sglang_ext.layers.kernels.flash_decoding import SplitOutputs
 from sglang_ext.layers.kernels.packed.packed_decode import PackedAttentionCall, choose_splits, launch_integers, max_resident_programs, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -118,7 +117,7 @@ def _rows(kv: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 def _splits(kv: QuantizedKV) -> tuple[int, int]:
     shape, batch = kv.full.shape, len(kv.table)
-    programs = max_resident_programs(kv.packing, kv.keys, kv.values, shape.heads // shape.kv_heads)
+    programs = max_resident_programs(kv.packing, kv.keys, shape.heads // shape.kv_heads)
     return _triton_splits(kv) if programs is None else choose_splits(batch * shape.kv_heads, programs, kv.packing.keys.bits)
 
 
@@ -148,10 +147,10 @@ def _switched(kv: QuantizedKV, **switches: bool) -> Callable[[], torch.Tensor]:
     shape, queries, splits = kv.full.shape, kv.full.queries, _triton_splits(kv)
 
     def run() -> torch.Tensor:
-        parts = SplitOutputs(queries, shape.dim, splits)
-        batch = (table, table.stride(0), *rows), shape.scaling, parts
-        launch_integers(PackedAttentionCall(kv.packing, queries, queries, kv.keys, kv.values, *batch), **switches)
-        return parts.merged_output()
+        batch = (table, table.stride(0), *rows), shape.scaling
+        call = PackedAttentionCall(queries, kv.keys, kv.values, splits, kv.packing, queries, *batch)
+        launch_integers(call, **switches)
+        return call.merged_output()
 
     return run
 

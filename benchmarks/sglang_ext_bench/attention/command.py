@@ -83,7 +83,7 @@ def set_defaults(args: argparse.Namespace) -> None:
     for name, default in zip(("contexts", "batch", "prefill"), DEFAULTS[args.device], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if args.bits not in (allowed := catalogue.allowed_bits(arms.HACK)):
+    if args.bits not in (allowed := catalogue.QUANTIZERS[arms.HACK].bits):
         raise CommandError(f"--bits {args.bits}: pass {' or '.join(map(str, allowed))}")
 
 
@@ -107,7 +107,7 @@ def read_partitions(args: argparse.Namespace) -> list[int]:
     Raises:
         CommandError: A partition is not allowed, or does not divide a head.
     """
-    found, allowed = numbers(args.partition, "--partition"), catalogue.allowed_partitions(arms.HACK)
+    found, allowed = numbers(args.partition, "--partition"), catalogue.QUANTIZERS[arms.HACK].partitions
     if wrong := [each for each in found if each not in allowed or args.head_dim % each]:
         raise CommandError(
             f"--partition {wrong[0]} with --head-dim {args.head_dim}: pass some of {', '.join(map(str, allowed))} that divide a head"

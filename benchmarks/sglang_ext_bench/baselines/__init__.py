@@ -11,6 +11,7 @@ Selectors, for ``--kv-compressor``:
 
     tova.py              scores by the query of the step before, equally in all heads of a layer
     true_query.py        scores by the query of the step itself
+    scoring_inputs.py    the interface of scores
     scorings.py          a table of all scores that selection is compared with; no server needs it
 
 Options of ``sglang-ext-bench`` take the short names of :data:`CODECS` and :data:`SELECTORS`. A server's flags take the classes.

@@ -7,7 +7,7 @@ from sglang_ext.managers.kv_transfer.wire import LOSSY, LinkError, OptionValue
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import pack_streams, packed_size, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, BenchCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import Stream
 from sglang_ext_bench.baselines.quantizers import Bfloat16Quantizer, Int4Quantizer, Int8Quantizer, PageQuantizer
 
 
@@ -49,21 +49,21 @@ class QuantizedCodec(BenchCodec):
         """The options that change the bytes."""
         return dict(self.quantizer.options)
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
-        return packed_size([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
+        return packed_size([self.quantizer.most_bytes(self.pool.layers, self.page_size, self.pool.heads, dim) for dim in self._dims])
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+    def encode_anchor(self, page: PlacedPage) -> memoryview:
         """Quantize the current KV of the page.
 
         Raises:
             LinkError: A number is not finite, or too large for a float16 scale.
         """
         streams = []
-        for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
-            x = half.view(layers.count, -1, self.pool.heads, dim).float()
+        for half, dim in zip(self.pool.gather(page.slots), self._dims, strict=True):
+            x = half.view(self.pool.layers, -1, self.pool.heads, dim).float()
             if not x.isfinite().all():
                 raise LinkError(
                     f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact"
@@ -76,7 +76,7 @@ class QuantizedCodec(BenchCodec):
         self.pool.synchronize()
         return stream
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Fill the page's slots with the quantized numbers.
 
         Raises:
@@ -84,13 +84,13 @@ class QuantizedCodec(BenchCodec):
         """
         found = []
         for stream, dim in zip(unpack_streams(anchor, 2, self.pool.blocks), self._dims, strict=True):
-            shape = layers.count, len(page.slots), self.pool.heads, dim
+            shape = self.pool.layers, len(page.slots), self.pool.heads, dim
             try:
                 x = self.quantizer.decode(stream, shape, self.pool.layers)
             except ValueError as error:
                 raise LinkError(f"no stream of a page of {len(page.slots)} tokens: {error}") from error
             found.append(x.to(self.pool.dtype).flatten(2))
-        self.pool.scatter(layers, page.slots, found)
+        self.pool.scatter(page.slots, found)
 
     @property
     def _dims(self) -> tuple[int, int]:

@@ -5,8 +5,10 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.predictors import QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention
+from sglang_ext.mem_cache.selection.scoring import group_attention, page_scores
+from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 from sglang_ext_bench.baselines.tova import TovaScoring
 from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 
@@ -26,6 +28,19 @@ class PredictedScoring(Scoring):
         """Mean attention over the query heads of a KV head."""
         predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
         return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
+
+
+@dataclass(frozen=True)
+class QuestScoring(Scoring):
+    """Scores pages by the step's own query, as Quest does."""
+
+    page: int = Quest.page
+    name: ClassVar[str] = "quest"
+    synchronous: ClassVar[bool] = True
+
+    def scores(self, seen: ScoringInputs) -> torch.Tensor:
+        """The bounds of the pages."""
+        return page_scores(seen.queries[..., -1, :], seen.keys, self.page, seen.beyond)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.step_selectors import StepSelector
-from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs
+from sglang_ext.mem_cache.compressors import LayerKV
+from sglang_ext.mem_cache.compressors.step_selectors import StepSelector, attention
+from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 from sglang_ext_bench.baselines.true_query import newest_attention
 
 
@@ -21,8 +22,8 @@ class TovaScoring(Scoring):
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """Mean attention, equal for all KV heads of a layer."""
-        attention = newest_attention(seen)
-        return attention.mean(dim=-2, keepdim=True).expand_as(attention)
+        found = newest_attention(seen)
+        return found.mean(dim=-2, keepdim=True).expand_as(found)
 
 
 @dataclass(frozen=True)
@@ -32,4 +33,7 @@ class Tova(StepSelector):
     In the paper a token that is not selected is lost for all later steps. Here it stays in full KV, and can be selected again.
     """
 
-    scoring: ClassVar[TovaScoring] = TovaScoring()
+    def query_scores(self, layer: LayerKV) -> torch.Tensor:
+        """Mean attention of the newest query, equal for all KV heads: float32 [kv_heads, tokens]."""
+        found = attention(layer.queries[-1:], layer.keys, layer.scaling)
+        return found.mean(dim=0, keepdim=True).expand_as(found)

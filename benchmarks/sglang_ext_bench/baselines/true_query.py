@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.step_selectors import StepSelector
-from sglang_ext.mem_cache.selection.scoring import Scoring, ScoringInputs, group_attention
+from sglang_ext.mem_cache.compressors import LayerKV
+from sglang_ext.mem_cache.compressors.step_selectors import StepSelector, attention
+from sglang_ext.mem_cache.selection.scoring import group_attention
+from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 
 
 def newest_attention(seen: ScoringInputs) -> torch.Tensor:
@@ -36,5 +38,8 @@ class TrueQuery(StepSelector):
     It reads all keys in each step, as full attention does. It only saves reads of values.
     """
 
-    scoring: ClassVar[TrueQueryScoring] = TrueQueryScoring()
     synchronous: ClassVar[bool] = True
+
+    def query_scores(self, layer: LayerKV) -> torch.Tensor:
+        """Mean attention of the newest query over the query heads of a KV head: float32 [kv_heads, tokens]."""
+        return attention(layer.queries[-1:], layer.keys, layer.scaling)

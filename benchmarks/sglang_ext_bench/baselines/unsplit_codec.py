@@ -11,7 +11,7 @@ from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec, pack_streams, packed_size, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import Stream
 
 # Keeps data in host memory.
 ON_HOST = HostBlocks(torch.device("cpu"))
@@ -53,30 +53,30 @@ class UnsplitCodec(BenchCodec):
         """The options that change the bytes."""
         return self.split.options
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
-        anchor = self.split.most_bytes(Stream.ANCHOR, layers)
-        return packed_size([anchor, self.split.most_bytes(Stream.RESIDUAL, layers)]) if self.whole else anchor
+        anchor = self.split.most_bytes(Stream.ANCHOR)
+        return packed_size([anchor, self.split.most_bytes(Stream.RESIDUAL)]) if self.whole else anchor
 
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+    def encode_anchor(self, page: PlacedPage) -> memoryview:
         """Encode the page to its one stream."""
         if not self.whole:
-            return self.split.start(page, layers, residual=False)().anchor
-        return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
+            return self.split.start(page, residual=False)().anchor
+        return pack_streams([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page)], self.pool.blocks)
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Fill the page's slots with values of 8 or 4 bits.
 
         Raises:
             LinkError: The data is not a stream of such a page.
         """
         if not self.whole:
-            self.split.write_anchor(page, layers, anchor)
+            self.split.write_anchor(page, anchor)
             return
         both = (memoryview(stream.numpy()) for stream in unpack_streams(anchor, 2, ON_HOST))
-        self.split.write_residual(page, layers, *both)
+        self.split.write_residual(page, *both)
 
 
 @dataclass(frozen=True)

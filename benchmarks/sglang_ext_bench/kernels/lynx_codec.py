@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.layers.kernels.lynx.codec import Streams, decode, encode
+from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
 from sglang_ext.layers.kernels.lynx.layout import PageLayout
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.options import check_counts
@@ -31,7 +31,7 @@ from sglang_ext_bench.report import markdown_header, markdown_row
 PAGE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (
-    "dtype", "bits", "sinks", "scales", "reference", "anchor", "both", "bits, anchor", "bits, both", "encode, MB/s", "decode anchor", "decode both",
+    "dtype", "bits", "sinks", "reference", "anchor", "both", "bits, anchor", "bits, both", "encode, MB/s", "decode anchor", "decode both",
 )  # fmt: skip
 
 
@@ -42,25 +42,22 @@ class Setting:
     Attributes:
         bits: Bits of a number in the anchor.
         sinks: First tokens of the context that the anchor holds exactly.
-        short_scales: Scales have 8 bits instead of 16.
         reference: ``int8`` or ``exact``.
     """
 
     bits: int
     sinks: int
-    short_scales: bool
     reference: str
 
     def layout(self, page: torch.Tensor, first: bool) -> PageLayout:
         """Return the layout of a page, [tokens, heads, dim]; ``first`` of the context."""
         sinks = min(self.sinks, len(page)) if first else 0
-        return PageLayout(len(page), page[0].numel(), page.dtype, self.bits, sinks, self.short_scales, self.reference)
+        return PageLayout(len(page), page[0].numel(), page.dtype, self.bits, sinks, self.reference)
 
 
 SETTINGS = (
-    Setting(4, 0, False, "int8"), Setting(4, 4, False, "int8"), Setting(4, 4, True, "int8"), Setting(3, 4, False, "int8"),
-    Setting(2, 4, False, "int8"), Setting(4, 4, False, "exact"), Setting(4, 4, True, "exact"), Setting(3, 4, False, "exact"),
-    Setting(2, 4, False, "exact"),
+    Setting(4, 0, "int8"), Setting(4, 4, "int8"), Setting(3, 4, "int8"), Setting(2, 4, "int8"),
+    Setting(4, 4, "exact"), Setting(3, 4, "exact"), Setting(2, 4, "exact"),
 )  # fmt: skip
 
 
@@ -90,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     print(markdown_header(COLUMNS))
     for dtype in DTYPES:
         for setting in SETTINGS:
-            scale_bits = 8 if setting.short_scales else 16
-            cells = str(dtype)[6:], str(setting.bits), str(setting.sinks), str(scale_bits), setting.reference
+            cells = str(dtype)[6:], str(setting.bits), str(setting.sinks), setting.reference
             print(markdown_row([*cells, *measure(layers, dtype, setting)]), flush=True)
     return 0
 
@@ -137,13 +133,16 @@ def encode_pages(numbers: torch.Tensor, setting: Setting) -> list[tuple[PageLayo
     found = []
     for index, page in enumerate(numbers.split(PAGE)):
         layout = setting.layout(page, index == 0)
-        found.append((layout, encode(page.contiguous(), layout)))
+        found.append((layout, encode_page([page.contiguous()], layout)[0]))
     return found
 
 
 def decode_pages(pages: list[tuple[PageLayout, Streams]], with_residual: bool) -> torch.Tensor:
     """Return the numbers of all pages, [tokens, channels]."""
-    return torch.cat([decode(streams.anchor, streams.residual if with_residual else None, layout) for layout, streams in pages])
+    found = [torch.empty(layout.tokens, layout.channels, dtype=layout.dtype) for layout, _ in pages]
+    for (layout, streams), page in zip(pages, found, strict=True):
+        decode_page([streams.anchor], [streams.residual] if with_residual else None, layout, [page])
+    return torch.cat(found)
 
 
 def attention_outputs(layer: LayerAttention, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     for method, bits in methods:
         if method not in catalogue.packing():
             raise CommandError(f"--methods {method}: pass quantizers, from {', '.join(catalogue.packing())}")
-        if bits not in (allowed := catalogue.allowed_bits(method)):
+        if bits not in (allowed := catalogue.QUANTIZERS[method].bits):
             raise CommandError(f"--methods {method}:{bits}: pass bits from {allowed}")
     splits = [parse_group(text, "--parts", {"blocks": positive_int, "exact": positive_int}) for text in args.parts]
     require_gpu()
@@ -173,7 +173,7 @@ def measure(batch: PackedBatch, name: str, bandwidth: float, kernel_names: list[
     expected, limit = batch.exact_outputs(), batch.read_bytes / bandwidth * 1e6
     group = batch.queries.shape[1] // batch.keys.shape[1]
     for kernel in kernel_names:
-        if kernel == "gluon" and kernels.max_resident_programs(batch.packing, batch.keys, batch.values, group) is None:
+        if kernel == "gluon" and kernels.max_resident_programs(batch.packing, batch.keys, group) is None:
             print(f"{name} {kernel}: does not support these blocks", flush=True)
             continue
         for each in splits:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_counts({"--tokens": args.tokens}, prefill.COMPARED)
     forms = [parse_group(text, "--forms", {"bits": positive_int, "partition": positive_int}, ":") for text in args.forms]
-    allowed_bits, allowed_partitions = catalogue.allowed_bits(HACK), catalogue.allowed_partitions(HACK)
+    allowed_bits, allowed_partitions = catalogue.QUANTIZERS[HACK].bits, catalogue.QUANTIZERS[HACK].partitions
     for bits, partition in forms:
         if bits not in allowed_bits or partition not in allowed_partitions:
             raise CommandError(f"--forms {bits}:{partition}: pass bits from {allowed_bits} and partitions from {allowed_partitions}")

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: An option is out of range, or there is no GPU.
     """
     check_sizes(args, SIZES)
-    if args.bits not in (allowed := catalogue.allowed_bits(METHOD)):
+    if args.bits not in (allowed := catalogue.QUANTIZERS[METHOD].bits):
         raise CommandError(f"--bits {args.bits}: pass one of {allowed}")
     require_gpu()
     pool = Pool.random(args)

@@ -51,7 +51,7 @@ CHUNK, WINDOW = 8192, 17
 # First and newest tokens that are always selected.
 ALWAYS = (4, 32)
 # Tokens of a page of Quest; spare tokens of its rows.
-PAGE, SPARE_TOKENS = Quest.scoring.page, 8192
+PAGE, SPARE_TOKENS = Quest.page, 8192
 # Steps of a measurement with concurrent selections; launches of a measurement of selections alone.
 STEPS, LAUNCHES = 32, 7
 # Free bytes beside KV, weights and scratch.

@@ -31,7 +31,7 @@ from sglang_ext_bench.kernels.timing import graph_seconds
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.speed.decode_limit import measure_bandwidth
 
-HEADS, GROUP, DIM, PAGE = 8, 4, 128, Quest.scoring.page
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, Quest.page
 SCALING = DIM**-0.5
 # Layers of the graph, and how many times the graph runs them.
 LAYERS, CALLS = 6, 5

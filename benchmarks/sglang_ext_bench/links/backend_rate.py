@@ -34,7 +34,7 @@ from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomWriter
-from sglang_ext.managers.kv_transfer.wire import LayerRange, Stream
+from sglang_ext.managers.kv_transfer.wire import Stream
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.links import two_processes
 from sglang_ext_bench.links.link_rate import SETTINGS
@@ -168,15 +168,15 @@ def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection)
     """Receive two rooms, and decode them into a pool."""
     torch.set_num_threads(1)
     pool, sampler = make_pool(args), ThreadSampler(args, "receiver")
-    codec, layers = make_codec(args.reference, pool, CODECS.get(args.codec)), LayerRange(0, args.layers)
+    codec = make_codec(args.reference, pool, CODECS.get(args.codec))
     pages = split_pages(pool, codec.page_size)
     hashes = [PAGE_HASH] * len(pages)
     listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
     writers = {
-        room: TimedRoomWriter(codec, AuxRecords(pool.args), 0, layers, pages, hashes, listener)
+        room: TimedRoomWriter(codec, AuxRecords(pool.args), 0, pages, hashes, listener)
         for room, listener in listeners.items()
     }
-    limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR, layers))
+    limits = LinkLimits().with_part_bytes(codec.most_bytes(Stream.ANCHOR))
     server = LinkServer(endpoint, SETTINGS, limits, take=pool.blocks.take)
     for room, writer in writers.items():
         server.rooms.register(room, writer.expected, writer)
@@ -199,13 +199,13 @@ def send_backend(endpoint: str, args: argparse.Namespace) -> Callable[[], None]:
     torch.set_num_threads(1)
     pool = make_pool(args)
     _ = pool.blocks  # Allocate the blocks before the first room.
-    codec, layers = make_codec(args.reference, pool, CODECS.get(args.codec)), LayerRange(0, args.layers)
+    codec = make_codec(args.reference, pool, CODECS.get(args.codec))
     pages = split_pages(pool, codec.page_size)
     link = Link(endpoint, SETTINGS, LinkLimits())
     peer, sampler = DecodePeer(link), ThreadSampler(args, "sender")
     for number in (WARM_UP_ROOM, TIMED_ROOM):
         listener = RoomListener()
-        room = RoomEncoder(number, codec, layers, [page.start for page in pages], [PAGE_HASH] * len(pages), listener)
+        room = RoomEncoder(number, codec, [page.start for page in pages], [PAGE_HASH] * len(pages), listener)
         peer.open(room)
         peer.send(room, tuple(page.slots for page in pages), bytes(16))
         # The room succeeds when it is encoded. It has arrived when the link's queue is empty.

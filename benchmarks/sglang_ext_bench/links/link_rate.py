@@ -21,7 +21,6 @@ from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.wire import LinkSettings
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.wire import LayerRange, RoomShape, Stream
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.links import two_processes
@@ -95,7 +94,7 @@ def send_link(endpoint: str, args: argparse.Namespace) -> Callable[[], None]:
     link = Link(endpoint, SETTINGS, LinkLimits(frame_bytes=args.frame_kib << 10))
     link.open(ROOM, room_shape(args), counter)
     for page in range(room_shape(args).pages):
-        link.offer(ROOM, OutgoingPart(Stream.ANCHOR, data[page * size :][:size], page, LAYERS))
+        link.offer(ROOM, Stream.ANCHOR, data[page * size :][:size], page, LAYERS)
     counter.wait()
     return link.close
 

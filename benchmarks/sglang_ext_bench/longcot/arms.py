@@ -191,7 +191,7 @@ def _method_servers(args: argparse.Namespace, method: str, mode: str, select: in
             more = ["--kv-select", str(select), "--kv-select-every", str(interval)]
             more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
             # On GPUs its pages are those of the pool.
-            more += ["--page-size", str(Quest.scoring.page)] if compressor == Quest.name and on_gpus(args) else []
+            more += ["--page-size", str(Quest.page)] if compressor == Quest.name and on_gpus(args) else []
             more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ranks else []
             full_name = f"{name}{f' every {interval}' if interval > 1 else ''}{f' packs of up to {pack}' if pack else ''}"
             has_timeline = ranks and not on_gpus(args)

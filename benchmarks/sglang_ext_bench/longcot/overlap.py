@@ -18,10 +18,11 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, top_tokens
+from sglang_ext.mem_cache.selection.scoring import group_attention, top_tokens
 from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.baselines.scorings import PredictedScoring, RecentScoring, overlap
+from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
+from sglang_ext_bench.baselines.scorings import PredictedScoring, QuestScoring, RecentScoring, overlap
 from sglang_ext_bench.baselines.tova import TovaScoring
 from sglang_ext_bench.baselines.true_query import TrueQueryScoring
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.managers.kv_offload.throughput_model import draft_seconds
-from sglang_ext.managers.kv_offload.verification_scheduler import Occupancy
 from sglang_ext.managers.kv_offload.throughput_model import OffloadPlan
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext_bench.simulating.scenario import DeviceMemory, MachineTimes, Scenario, SimulatedRequest, SimulationError
@@ -30,7 +29,8 @@ class RoundRecord(NamedTuple):
         verifications: Requests that verified.
         running: Running requests.
         link_seconds: Time in which the link loaded full KV.
-        occupancy: Reserved shares of link time and of memory.
+        link_reserved: Reserved share of link time.
+        memory_reserved: Reserved share of memory.
     """
 
     seconds: float
@@ -39,7 +39,8 @@ class RoundRecord(NamedTuple):
     verifications: int
     running: int
     link_seconds: float
-    occupancy: Occupancy
+    link_reserved: float
+    memory_reserved: float
 
 
 @dataclass
@@ -79,8 +80,8 @@ class RoundTotals:
         self.verifications += record.verifications
         self.running_seconds += record.running * record.seconds
         self.link_seconds += record.link_seconds
-        self.link_reserved += record.occupancy.link
-        self.memory_reserved += record.occupancy.memory
+        self.link_reserved += record.link_reserved
+        self.memory_reserved += record.memory_reserved
         self.max_running = max(self.max_running, record.running)
 
 
@@ -274,7 +275,7 @@ class Simulation:
             self._schedule(verifying)
             self._start_loads()
             seconds = self._draft_and_verify(drafting, [self.running[i] for i in verifying])
-            verified = {i: self._draw_accepted(self.running[i].pending_drafts) + 1 for i in verifying}
+            verified = {i: self.draw_accepted(self.running[i].pending_drafts) + 1 for i in verifying}
             if drafting:
                 estimate = self.scheduler.link.capacity
                 self.scheduler.link.capacity = DECAY * estimate + (1 - DECAY) * seconds
@@ -363,7 +364,7 @@ class Simulation:
         self.link_free = self.now + seconds
         return max(seconds, computing + (groups - 1) * costs.weights / costs.bandwidth)
 
-    def _draw_accepted(self, drafts: int) -> int:
+    def draw_accepted(self, drafts: int) -> int:
         """Draw the number of accepted tokens of ``drafts`` draft tokens."""
         p = self.scenario.acceptance
         if p >= 1 or not drafts:
@@ -380,7 +381,7 @@ class Simulation:
         """
         tokens, running = 0, len(self.running)
         link_seconds = min(max(0.0, self.link_free - self.now), prefill_seconds + seconds)
-        occupancy = self.scheduler.occupancy
+        reserved = self.scheduler.link.occupancy(), self.scheduler.memory.occupancy()
         for index, count in verified.items():
             request = self.running[index]
             added = min(count, request.remaining)
@@ -391,5 +392,5 @@ class Simulation:
                 self.unplanned.pop(index, None)
                 del self.running[index]
         self.totals.num_finished += running - len(self.running)
-        record = RoundRecord(seconds, prefill_seconds, tokens, len(verified), running, link_seconds, occupancy)
+        record = RoundRecord(seconds, prefill_seconds, tokens, len(verified), running, link_seconds, *reserved)
         self.totals.add_round(record, full=bool(self.queue.waiting) or not self.totals.num_finished)

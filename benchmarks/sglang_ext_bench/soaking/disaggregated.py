@@ -30,10 +30,6 @@ from sglang_ext_bench.soaking.request_options import OPTIONS, Option
 
 ANSWER_SECONDS = 240.0
 """A request without an answer after this time hangs. Links time out after half a minute."""
-PREFILL_SECONDS = 60.0
-"""Time in which the prefill server must end a request after the decode server."""
-WARM_SECONDS = 120.0
-"""Time after which a server is warm. Its memory at the end is compared with its memory then."""
 MAX_GROWTH = 0.15
 ANSWERED = "answered"
 UNSUPPORTED_FIELDS = ("token_ids_logprob",)
@@ -75,6 +71,8 @@ class DisaggregatedServers:
         env: Environment variables by role, beside those that each role needs.
         workers: Requests in flight.
         fail: Called with the description of each problem.
+        prefill_seconds: Time in which the prefill server must end a request after the decode server.
+        warm_seconds: Time after which a server is warm. Its memory at the end is compared with its memory then.
     """
 
     def __init__(
@@ -85,18 +83,21 @@ class DisaggregatedServers:
         env: Mapping[str, Mapping[str, str]],
         workers: int,
         fail: Callable[[str], None],
+        prefill_seconds: float = 60.0,
+        warm_seconds: float = 120.0,
     ) -> None:
         self._servers = ServersApart(
-            model, {role: [flags[role]] for role in ROLES}, logs, "soak", env=env, server=ServerProcess, request_timeout=ANSWER_SECONDS
+            model, {role: [flags[role]] for role in ROLES}, logs, "soak", env=env, request_timeout=ANSWER_SECONDS
         )
         self._prefill, self._decode = (self._servers.of[role][0] for role in ROLES)
         self._fail = fail
+        self._prefill_seconds, self._warm_seconds = prefill_seconds, warm_seconds
         # Each request needs one thread for the prefill server, and two for an abort at both servers.
         self._pool = ThreadPoolExecutor(3 * workers)
         self._running = ExitStack()
         self._warm_memory: dict[str, int] = {}
         self._end_memory: dict[str, int] = {}
-        self._warm_timer = threading.Timer(WARM_SECONDS, lambda: self._warm_memory.update(self._resident()))
+        self._warm_timer = threading.Timer(warm_seconds, lambda: self._warm_memory.update(self._resident()))
         self._lock = threading.Lock()
         self._prefill_outcomes: Counter[str] = Counter()
 
@@ -178,7 +179,7 @@ class DisaggregatedServers:
         lines = [f"prefill server: {count} times {outcome}" for outcome, count in sorted(self._prefill_outcomes.items())]
         for role, end in self._end_memory.items():
             warm = self._warm_memory.get(role)
-            before = "not measured before" if warm is None else f"{_mb(warm)} after {WARM_SECONDS:g} s, {end / warm - 1:+.1%}"
+            before = "not measured before" if warm is None else f"{_mb(warm)} after {self._warm_seconds:g} s, {end / warm - 1:+.1%}"
             lines.append(f"{role} server: {_mb(end)} MB resident ({before})")
         return "\n".join(lines)
 
@@ -194,8 +195,8 @@ class DisaggregatedServers:
 
     def _check_prefill(self, prefill: Future[str], body: Mapping[str, Any]) -> None:
         name = f"{body.get('rid', 'a request')} at the prefill server"
-        if wait([prefill], PREFILL_SECONDS).not_done:
-            self._fail(f"{name}: did not end within {PREFILL_SECONDS:g} s after the decode server")
+        if wait([prefill], self._prefill_seconds).not_done:
+            self._fail(f"{name}: did not end within {self._prefill_seconds:g} s after the decode server")
             return
         error = prefill.exception()
         if error is not None:

@@ -56,21 +56,20 @@ def measure_codec(name: str, layers: Sequence[LayerAttention], keys: torch.Tenso
     """Encode and decode keys and values [layers, tokens, heads, dim] page by page, and compare the attention outputs."""
     from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
     from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-    from sglang_ext.managers.kv_transfer.wire import LayerRange
 
     source, target = (LayerPool(keys.clone(), values.clone()) for _ in range(2))
     reference, codec = (SPLIT[name], None) if name in SPLIT else ("exact", CODECS[name])
     sender, receiver = (make_codec(reference, each.pool, codec) for each in (source, target))
-    tokens, parts = keys.shape[1], LayerRange(0, len(layers))
+    tokens = keys.shape[1]
     pages = [PlacedPage(begin, torch.arange(begin, min(begin + sender.page_size, tokens))) for begin in range(0, tokens, sender.page_size)]
-    streams = [sender.encode(page, parts) for page in pages]
+    streams = [sender.encode(page) for page in pages]
     sizes = [sum(len(stream or b"") for stream in kind) for kind in zip(*streams, strict=True)]
     for page, (anchor, _) in zip(pages, streams, strict=True):
-        receiver.write_anchor(page, parts, anchor)
+        receiver.write_anchor(page, anchor)
     anchor_error, full_error = attention_error(layers, source, target), None
     if sizes[1]:
         for page, both in zip(pages, streams, strict=True):
-            receiver.write_residual(page, parts, *both)
+            receiver.write_residual(page, *both)
         full_error = attention_error(layers, source, target)
     numbers = keys.numel() + values.numel()
     return CodecAccuracy(name, anchor_error, full_error, 8 * sizes[0] / numbers, 8 * sum(sizes) / numbers)

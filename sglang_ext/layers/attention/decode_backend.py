@@ -61,11 +61,8 @@ class CompressedDecode(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one token per request: [requests, query_heads, value_dim]. The host reads nothing from the device.
 
-        Args:
-            queries: [requests, query_heads, dim].
-            rows, lengths: int64 [requests], rows of the token table, and slots of each row.
-            scaling: Factor on query-key products.
-            splits: Parts of a row's compressed KV, and of the tokens after it.
+        ``queries``: [requests, query_heads, dim]. ``rows``, ``lengths``: int64 [requests], rows of the token table, and slots of each row.
+        ``splits``: parts of a row's compressed KV, and of the tokens after it.
         """
 
     def compile_kernels(self) -> None:
@@ -98,11 +95,7 @@ class CompressedDecode(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        """Write the KV of the new tokens, then attend: [requests, query_heads * value_dim].
-
-        Raises:
-            ValueError: The layer asks for an attention option other than a scale.
-        """
+        """Write the KV of new tokens, then attend: [requests, query_heads * value_dim]. Raises ValueError for options other than a scale."""
         asked = {**kwargs, "a cap of logits": layer.logit_cap or None}
         check_supported(layer, asked, f"drafts on {self.compressed_kv_name}", self.remedy)
         if save_kv_cache:
@@ -122,11 +115,7 @@ def split_counts(rows: int, min_parts: int) -> tuple[int, int]:
 
 
 def check_heads(keys: torch.Tensor, values: torch.Tensor, compressed_kv_name: str, remedy: str) -> None:
-    """Check that the kernels support the dtype and head dimensions of a layer's buffers, [slots, kv_heads, dim].
-
-    Raises:
-        OptionError: With the dtype or dimension, and the allowed ones.
-    """
+    """Check that kernels support a layer's buffers, [slots, kv_heads, dim]. Raises OptionError: the dtype or dimension, and the allowed ones."""
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 class LayoutReader(NamedTuple):
     """Attention over rows that begin with compressed KV of one layout.
 
-    Attributes:
-        attend: Causal attention of a request's newest tokens over its row, in PyTorch, with the arguments of ``ragged_attention``
-            (per_head.py). None if rows are read as plain tokens.
-        decode: The backend for one token per request.
+    ``attend``: causal attention of a request's newest tokens over its row, in PyTorch, with the arguments of ``ragged_attention`` (per_head.py).
+    None if rows are read as plain tokens. ``decode``: the backend for one token per request.
     """
 
     attend: Callable[[KVLayout, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor] | None
@@ -78,10 +76,7 @@ def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.A
     """Create the attention over compressed KV on a GPU; with graphs for SGLang's list of batch sizes, if SGLang captured its own.
 
     ``model_runner`` is the target's, while SGLang treats it as one of plain decoding (verify_graphs.py). Returns None if compressed KV
-    consists of plain tokens, which the model's own attention reads.
-
-    Raises:
-        OptionError: The kernel does not support the model's heads.
+    consists of plain tokens, which the model's own attention reads. Raises OptionError if the kernel does not support the model's heads.
     """
     if type(layout) not in LAYOUT_READERS:
         return None

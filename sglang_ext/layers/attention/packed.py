@@ -40,15 +40,8 @@ def packed_attention(
 ) -> torch.Tensor:
     """Causal attention of a request's newest tokens over its row: one softmax over packed and exact tokens.
 
-    Args:
-        packing: How the row's first slots are packed.
-        queries: [count, heads, dim], queries of the last ``count`` tokens, which are exact.
-        keys, values: A layer's buffers, [slots, kv_heads, dim].
-        slots: int64, slots of the row: ``packed`` slots with blocks, then a slot for each exact token.
-        scaling: Factor on query-key products.
-
-    Returns:
-        float32 [count, heads, value_dim].
+    Returns float32 [count, heads, value_dim]. ``queries``: [count, heads, dim], of the last ``count`` tokens, which are exact. ``keys``,
+    ``values``: a layer's buffers, [slots, kv_heads, dim]. ``slots``: int64, ``packed`` slots with blocks, then a slot for each exact token.
     """
     count, heads, dim = queries.shape
     kv_heads, exact = keys.shape[1], slots[packed:]
@@ -83,16 +76,11 @@ def attend_packed_and_exact(
     values: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """Causal attention of the newest tokens: one softmax over packed tokens, and over the exact tokens after them.
+    """Causal attention of the newest tokens, float32 [kv_heads, rows, value_dim]: one softmax over packed tokens and the exact ones after them.
 
-    Args:
-        rows: float32 [kv_heads, rows, dim], grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`).
-        packed_scores: float32 [kv_heads, rows, packed tokens], products with packed keys.
-        packed_sums: Takes weights of the shape of ``packed_scores``, and returns sums of packed values, float32 [kv_heads, rows, value_dim].
-        keys, values: Of the exact tokens, [tokens, kv_heads, dim].
-
-    Returns:
-        float32 [kv_heads, rows, value_dim].
+    ``rows``: grouped queries of the last ``count`` exact tokens (:func:`group_by_kv_head`). ``packed_scores``: float32 [kv_heads, rows, packed
+    tokens], products with packed keys. ``packed_sums`` takes weights of that shape and returns sums of packed values, float32 [kv_heads, rows,
+    value_dim]. ``keys``, ``values``: of the exact tokens, [tokens, kv_heads, dim].
     """
     exact_scores = rows @ keys.float().permute(1, 2, 0)
     newest = torch.arange(count, device=keys.device).repeat_interleave(rows.shape[1] // count) + len(keys) - count
@@ -176,8 +164,7 @@ class PackedDecode(CompressedDecode):
 
     def __init__(self, model_runner: "ModelRunner", layout: QuantizedLayout):
         super().__init__(model_runner, layout)
-        buffers = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
-        self._room = max_resident_programs(layout.layout, *buffers, self.query_heads // self.kv_heads)
+        self._room = max_resident_programs(layout.layout, self.token_to_kv_pool.get_key_buffer(0), self.query_heads // self.kv_heads)
 
     def splits(self, requests: int) -> tuple[int, int]:
         """Parts of each request's blocks and exact tokens."""

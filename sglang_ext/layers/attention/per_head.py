@@ -1,9 +1,6 @@
 """Attention over rows that begin with compressed KV in which each head keeps its own tokens: in PyTorch, and on a GPU as backends of
-draft steps (decode_backend.py).
-
-- Ragged heads: cells, a different number for each head (ragged_heads.py).
-- Pointers: each head's pointers to tokens of the full KV (pointers.py). Attention may select the tokens itself.
-- Sent rows: rows of K and V from cache ranks, the same number for each head.
+draft steps (decode_backend.py). Ragged heads (ragged_heads.py) have a different number of cells for each head. Pointers (pointers.py) lead
+to tokens of the full KV, which attention may select itself. Rows of K and V from cache ranks have the same number for each head.
 """
 
 from typing import TYPE_CHECKING
@@ -31,14 +28,9 @@ def attend_kept_and_tail(
 ) -> torch.Tensor:
     """Attention of a request's newest tokens over the tokens that each head keeps of a context, and over all tokens after it.
 
-    It is causal in the tail: the last query belongs to the last token. Returns [count, heads, head_dim], in the dtype of ``queries``.
-
-    Args:
-        queries: [count, heads, head_dim], queries of the last ``count`` tokens.
-        kept: Keys and values, [kv_heads, longest, head_dim].
-        own: bool [kv_heads, longest], which of them a head keeps. The others pad it to the longest head.
-        tail: Keys and values, [tokens, kv_heads, head_dim].
-        scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
+    It is causal in the tail: the last query belongs to the last token. Returns [count, heads, head_dim], in the dtype of ``queries``, which
+    are of the last ``count`` tokens. ``kept``: keys and values, [kv_heads, longest, head_dim]; ``own``: bool [kv_heads, longest], which of them a
+    head keeps. ``tail``: keys and values, [tokens, kv_heads, head_dim]. ``scaling``: None for ``head_dim ** -0.5``.
     """
     (count, heads), (kv_heads, length) = queries.shape[:2], (len(own), len(tail[0]))
     joined = (torch.cat([far, near.transpose(0, 1)], dim=1)[None].to(queries.dtype) for far, near in zip(kept, tail))
@@ -67,16 +59,9 @@ def ragged_attention(
 ) -> torch.Tensor:
     """Causal attention of a request's newest tokens over its row: the tokens that each head keeps, and all tokens after them.
 
-    Returns [count, heads, head_dim], in the dtype of ``queries``.
-
-    Args:
-        cells: Layout of the compressed KV.
-        row: Row of the token table.
-        num_compressed_slots: Slots of the compressed KV, at the beginning of the row.
-        queries: [count, heads, head_dim], queries of the last ``count`` tokens, which come after the compressed KV.
-        keys, values: A layer's buffers, [slots, kv_heads, head_dim].
-        slots: int64, slots of the row.
-        scaling: Factor on query-key products; None for ``head_dim ** -0.5``.
+    Returns [count, heads, head_dim], in the dtype of ``queries``, which are of the last ``count`` tokens, after the compressed KV.
+    ``num_compressed_slots``: slots of the compressed KV, at the beginning of the row of the token table. ``keys``, ``values``: a layer's buffers,
+    [slots, kv_heads, head_dim]. ``slots``: int64, slots of the row. ``scaling``: None for ``head_dim ** -0.5``.
     """
     bounds, copy, tail = cells.layer_bounds(row, keys), slots[:num_compressed_slots], slots[num_compressed_slots:]
     places, kept = _places(bounds, slots.device)
@@ -102,7 +87,7 @@ class RaggedHeadsDecode(CompressedDecode):
     compressed_kv_name = "compressed KV of --kv-head-budgets adaptive"
     remedy = "pass --kv-head-budgets equal"
     # Measured on an H200: the heads that keep most tokens are split so finely that the other heads do not wait for them.
-    busy = 4096
+    min_parts = 4096
 
     layout: RaggedHeadLayout
 

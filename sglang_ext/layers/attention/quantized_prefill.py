@@ -1,11 +1,8 @@
 """Prefill on quantized KV (HACK, arXiv 2502.03589): in PyTorch, and on a GPU with kernels.
 
-Each token of a prompt attends to the same KV that decoding would read at its position:
-
-- Keys and values of whole blocks before the token's own block are codes, the same as in the compressed KV of the prompt. They are
-  multiplied as integers, with queries and weights in 8 bits (equation 4).
-- The token's own block is not full yet, and is read unquantized (requantization elimination). So are the prompt's first tokens, the
-  sinks.
+Each token of a prompt attends to the same KV that decoding would read at its position. Keys and values of whole blocks before the token's
+own block are codes, the same as in the compressed KV of the prompt. They are multiplied as integers, with queries and weights in 8 bits
+(equation 4). The token's own block is not full yet, and is read unquantized (requantization elimination), as are the prompt's sinks.
 
 So the result for a token depends only on the tokens before it, not on chunks, nor on how much of the prompt is cached. Codes that are
 stored in the pool are read there. The other codes are made from full KV, for one forward.
@@ -73,13 +70,8 @@ class QuantizedPrefill:
     ) -> torch.Tensor:
         """Causal attention of a prompt's newest tokens: float32 [count, heads, value_dim].
 
-        Args:
-            layer: Index of the layer in the model.
-            row: Row of the token table.
-            queries: [count, heads, dim], queries of the last ``count`` tokens.
-            keys, values: The layer's buffers, [slots, kv_heads, dim].
-            slots: int64 [tokens], slots of all tokens up to the last.
-            scaling: Factor on query-key products.
+        ``layer``: index in the model. ``queries``: [count, heads, dim], of the last ``count`` tokens. ``keys``, ``values``: the layer's buffers,
+        [slots, kv_heads, dim]. ``slots``: int64 [tokens], slots of all tokens of ``row`` up to the last.
         """
         sinks, block, tokens, count = self.packing.sinks, self.packing.block_tokens, len(slots), len(queries)
         known = tokens - count
@@ -134,10 +126,7 @@ REMEDY = "pass --kv-prefill exact"
 class QuantizedExtend:
     """Replaces the ``forward_extend`` of SGLang's attention backend, whose own method still runs verifications and captures of graphs.
 
-    Its kernels compute the same as :meth:`QuantizedPrefill.attend` for one prompt after another.
-
-    Raises:
-        OptionError: The kernels do not support the head dimensions or the dtype of the pool.
+    Its kernels compute the same as :meth:`QuantizedPrefill.attend`. Raises OptionError if they do not support the pool's heads or dtype.
     """
 
     def __init__(self, model_runner: "ModelRunner", prefill: QuantizedPrefill) -> None:
@@ -164,11 +153,7 @@ class QuantizedExtend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", forward_batch: "ForwardBatch",
         save_kv_cache: bool = True, **kwargs,
     ) -> torch.Tensor:  # fmt: skip
-        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
-
-        Raises:
-            ValueError: The layer asks for an attention option other than a scale.
-        """
+        """Write the KV of new tokens, then attend: [tokens, query_heads * value_dim]. Raises ValueError for options other than a scale."""
         if not self.prefill.rows:
             return self._exact(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         window = layer.sliding_window_size if layer.sliding_window_size is not None and layer.sliding_window_size > -1 else None

@@ -52,10 +52,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query`` [tokens, heads, head_dim] over each request's row of the table.
-
-        The last of a request's ``extend_seq_lens[i]`` queries attends to ``seq_lens[i]`` tokens.
-        """
+        """Attend over each request's row of the table. The last of ``extend_seq_lens[i]`` queries attends to ``seq_lens[i]`` tokens."""
         start = 0
         rows = req_pool_indices
         lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.layout.compressed_lengths(rows))

@@ -88,17 +88,10 @@ class VerifyAttention(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
         """Prepare the metadata: the new tokens of each request, and the parts of contexts. Reads only the batch's tensors on the device."""
-        new = forward_batch.spec_info.new_tokens(forward_batch)
-        splits = self.splits(len(new.counts))
-        tokens = VerifyTokens(
-            rows=forward_batch.req_pool_indices,
-            prefixes=new.prefixes,
-            starts=new.starts,
-            counts=new.counts,
-            ends=torch.nn.functional.pad(new.lengths.cumsum(0), (1, 0)),
-            parts=splits.count_for(new.lengths),
-        )
-        rows = max(new.counts) * self.query_heads // self.kv_heads
+        *new, lengths = forward_batch.spec_info.new_tokens(forward_batch)
+        splits, ends = self.splits(len(new[-1])), torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens = VerifyTokens(forward_batch.req_pool_indices, *new, ends=ends, parts=splits.count_for(lengths))
+        rows = max(tokens.counts) * self.query_heads // self.kv_heads
         blocks = EXACT if self.exact_tile else fast_tile(rows, self.key_bytes)
         self.metadata = tokens, splits, blocks, partial_buffers(self._workspace, self.query_heads, self.value_dim, splits)
 
@@ -116,11 +109,7 @@ class VerifyAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
-        """Write the KV of the new tokens, then attend: [tokens, query_heads * value_dim].
-
-        Raises:
-            ValueError: The layer asks for an attention option other than a scale and a cap.
-        """
+        """Write the KV of new tokens, then attend: [tokens, query_heads * value_dim]. Raises ValueError for options other than a scale and a cap."""
         where = "verifications with --attention-backend triton"
         check_supported(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")
         pool = self.token_to_kv_pool

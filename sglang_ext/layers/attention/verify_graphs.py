@@ -4,8 +4,7 @@ SGLang's own graphs of the target model, with one token per request, serve draft
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -92,22 +91,25 @@ def dummy_batch(requests: int, width: int, device: torch.device | str) -> tuple[
 
 
 def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphRunner:
-    """Capture forwards of ``width`` tokens per request, for SGLang's list of batch sizes.
+    """Capture forwards of ``width`` tokens per request, for SGLang's list of batch sizes, or for all up to ``most``.
 
-    Args:
-        model_runner: The target's, which captured its own graphs.
-        width: Tokens of each request.
-        verifier: Attention of the forwards; None for that of the target's own backend.
-        most: Capture all batch sizes up to this one instead.
+    ``model_runner``: the target's, which captured its own graphs. ``verifier``: attention of the forwards; None for the target's own backend.
     """
     name = "triton" if verifier else model_runner.decode_attention_backend_str
     attention = verifier or _of_backend(model_runner, name, width)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
-    with speculative(model_runner):
+    config = model_runner.server_args.cuda_graph_config.decode
+    asked = config.bs
+    # While graphs are captured, SGLang treats the runner as one of a speculative algorithm, and captures other batch sizes than in its options.
+    model_runner.spec_algorithm = SpeculativeAlgorithm.from_string(SPECULATIVE_ALGORITHM)
+    try:
         sizes = get_batch_sizes_to_capture(model_runner, width)[0] if most is None else list(range(1, most + 1))
-        with _batch_sizes(model_runner, capturable_sizes(attention, sizes, width)):
-            reserve_logits_buffer(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
-            return VerifyGraphRunner(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+        config.bs = capturable_sizes(attention, sizes, width)
+        reserve_logits_buffer(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
+        return VerifyGraphRunner(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+    finally:
+        config.bs = asked
+        forward.use_plain_decoding(model_runner)
 
 
 def reserve_logits_buffer(model_runner: "ModelRunner", tokens: int) -> None:
@@ -134,17 +136,6 @@ def capturable_sizes(attention: AttentionBackend, sizes: list[int], width: int) 
     return found
 
 
-@contextmanager
-def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None]:
-    """Inside this context, let SGLang capture these batch sizes instead of the ones in its options."""
-    config = model_runner.server_args.cuda_graph_config.decode
-    asked, config.bs = config.bs, sizes
-    try:
-        yield
-    finally:
-        config.bs = asked
-
-
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
     """The target's own attention, for verifications of ``width`` tokens per request."""
     if name == "fa3":
@@ -160,13 +151,3 @@ def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> Attention
     from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
-
-
-@contextmanager
-def speculative(model_runner: "ModelRunner") -> Iterator[None]:
-    """Let SGLang treat the target's runner as one of a speculative algorithm, while it captures graphs inside this context."""
-    model_runner.spec_algorithm = SpeculativeAlgorithm.from_string(SPECULATIVE_ALGORITHM)
-    try:
-        yield
-    finally:
-        forward.use_plain_decoding(model_runner)

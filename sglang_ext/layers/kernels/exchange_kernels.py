@@ -1,10 +1,9 @@
-"""Kernels of the exchange buffer between an inference rank and a cache rank on another GPU. The buffer is in the inference rank's GPU
-memory.
+"""Kernels of the exchange buffer between an inference rank, in whose GPU's memory it is, and a cache rank on another GPU.
 
 The inference rank writes queries and keys to the buffer, then a word that announces them. The cache rank reads them over peer access, and
-writes the selected tokens and a word that announces these. On the inference rank, a kernel of one program waits for that word for a
-limited time. Another kernel then points the compressed KV to the selected tokens, if they have arrived. So the inference rank's GPU reads
-only its own memory, and a failure of the other GPU costs only selections.
+writes the selected tokens and a word. On the inference rank, a kernel of one program waits for that word for a limited time. Another
+kernel points the compressed KV to the selected tokens, if they have arrived. So the inference rank's GPU reads only its own memory, and a
+failure of the other GPU costs only selections.
 
 A *word* is the epoch of the cache rank's process times 2 ** 40, plus an ascending number: of a lane's selection requests, or of all
 writes of the inference rank. A lane has two slots each for selection requests and replies, by the parity of the word.
@@ -201,14 +200,11 @@ def _answer(heads, asked, there):
 def put_queries(
     heads: torch.Tensor, queries: torch.Tensor, pool: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """Write the queries of selection requests whose slots are free; one request per lane. Returns int32 [requests], 1 for each that was written.
+    """Write the queries of selection requests whose slots are free, one request per lane. Returns int32 [requests], 1 for each that was written.
 
-    Args:
-        heads: int64 [lanes, :data:`LANE_WORDS`], in the exchange buffer.
-        queries: [lanes, 2, layers, window, query_heads, dim], in the exchange buffer.
-        pool: [layers, places, query_heads, dim].
-        places: int64 [requests, up to window], indices in the pool, oldest first.
-        numbers: int64 [requests, 2], lane and word.
+    ``heads``: int64 [lanes, :data:`LANE_WORDS`], in the exchange buffer; so are ``queries``, [lanes, 2, layers, window, query_heads, dim].
+    ``pool``: [layers, places, query_heads, dim]. ``places``: int64 [requests, up to window], indices in the pool, oldest first. ``numbers``:
+    int64 [requests, 2], lane and word.
     """
     requests, count = places.shape
     layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
@@ -223,12 +219,9 @@ def put_queries(
 def put_keys(target: torch.Tensor, blocks: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
     """Write the keys of tokens to staging slots, all blocks in one launch.
 
-    Args:
-        target: [places, layers, block, kv_heads, dim], staging slots in the exchange buffer.
-        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and index of the first token in ``slots``.
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        slots: int64 [tokens], pool slots of the tokens.
+    ``target``: [places, layers, block, kv_heads, dim], in the exchange buffer. ``blocks``: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot,
+    tokens, and index of the first token in ``slots``, int64 [tokens]. ``key_table``: int64 [layers], addresses of the layers' key buffers. ``like``:
+    one of them, [slots, kv_heads, dim]; all have its shape, strides and dtype.
     """
     heads, dim = like.shape[1:]
     _put_keys[(target.shape[2], len(key_table), len(blocks))](
@@ -249,11 +242,8 @@ def signal_written(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Te
 def wait_for_selections(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
     """Make the stream wait for the replies to selection requests. Returns int32 [requests], 1 for each that has a reply.
 
-    Args:
-        heads: See :func:`put_queries`.
-        numbers: int64 [requests, 2 or more], lane and word first.
-        counters: int64 [5], which are incremented (managers/cache_rank/exchange_buffer.py:COUNTERS).
-        seconds: Maximum wait in total.
+    ``numbers``: int64 [requests, 2 or more], lane and word first. ``counters``: int64 [5], which are incremented
+    (managers/cache_rank/exchange_buffer.py:COUNTERS). ``seconds``: maximum wait in total.
     """
     hits = torch.empty(len(numbers), dtype=torch.int32, device=heads.device)
     _await[(1,)](heads, numbers, hits, counters, len(numbers), int(seconds * 1e9), STRIDE=numbers.shape[1], num_warps=1)
@@ -266,14 +256,9 @@ def write_selected_pointers(
 ) -> None:  # fmt: skip
     """Point compressed KV to its selected tokens if the reply has arrived. Otherwise it stays unchanged.
 
-    Args:
-        chosen: int32 [lanes, 2, numbers], in the exchange buffer; a selection is [layers, kv_heads, keep] at the beginning of its slot.
-        hits: Result of :func:`wait_for_selections`.
-        numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
-        most: Maximum tokens that a head of any of them keeps.
-        key_table, like: See :func:`put_keys`.
-        token_table: int32 [rows, width].
-        targets: int64, slots of the compressed KV of all requests, concatenated.
+    ``chosen``: int32 [lanes, 2, numbers], in the exchange buffer; a selection is [layers, kv_heads, keep] at the beginning of its slot. ``hits``:
+    result of :func:`wait_for_selections`. ``numbers``: int64 [requests, :data:`COMMIT_NUMBERS`]. ``most``: maximum tokens that a head of any of
+    them keeps. ``key_table``, ``like``: as in :func:`put_keys`. ``targets``: int64, slots of the compressed KV of all requests, concatenated.
     """
     heads, cells = like.shape[1], like.view(torch.int32)
     _commit[(len(key_table) * heads, triton.cdiv(most, POINTERS), len(numbers))](
@@ -285,24 +270,19 @@ def write_selected_pointers(
 def pull_blocks(source: int, target: int, blocks: torch.Tensor, layers: int, token: int, source_layer: int, target_layer: int) -> None:
     """Copy blocks of tokens of all layers out of an exchange buffer in one launch.
 
-    Args:
-        source, target: Addresses of the first staging slot, [places, layers, block, ...], and of the target, [layers, tokens, ...].
-        blocks: int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and target index of the first token.
-        token, source_layer, target_layer: 32-bit words of a token, of a layer of a staging slot, and of a layer of the target.
+    ``source``, ``target``: addresses of the first staging slot, [places, layers, block, ...], and of the target, [layers, tokens, ...]. ``blocks``:
+    int64 [blocks, :data:`BLOCK_NUMBERS`]: staging slot, tokens, and target index of the first token. ``token``, ``source_layer``,
+    ``target_layer``: 32-bit words of a token, of a layer of a staging slot, and of a layer of the target.
     """
     grid = layers, triton.cdiv(source_layer, COPIED), len(blocks)
     _pull_blocks[grid](source, target, blocks, token, source_layer, target_layer, BLOCK=COPIED)
 
 
 def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: int, source_row: int, steps: tuple[int, int]) -> None:
-    """Copy rows of the lanes of selection requests from an address on this GPU, or on one whose memory is mapped.
+    """Copy rows of the lanes of selection requests from ``source``, an address of the first lane on this GPU or one whose memory is mapped.
 
-    Args:
-        source: Address of the first lane.
-        asked: int64 [groups, :data:`QUESTION_NUMBERS`].
-        target: int32 [groups, rows, up to length], contiguous.
-        length, source_row: 32-bit words of a row, and from a row to the next.
-        steps: 32-bit words from a lane to the next, and from the slot of even words to that of odd ones.
+    ``asked``: int64 [groups, :data:`QUESTION_NUMBERS`]. ``target``: int32 [groups, rows, up to length], contiguous. In 32-bit words: ``length`` of
+    a row, ``source_row`` from a row to the next, ``steps`` from a lane to the next, and from the slot of even words to that of odd ones.
     """
     groups, rows, width = target.shape
     _gather_rows[(rows, triton.cdiv(length, COPIED), groups)](
@@ -313,11 +293,9 @@ def gather_rows(source: int, asked: torch.Tensor, target: torch.Tensor, length: 
 def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, target: int, lane_step: int) -> None:
     """Write the selected positions of requests to an exchange buffer.
 
-    Args:
-        chosen: int32 [layers, requests, kv_heads, most], contiguous; the first ``keep`` of each request are valid.
-        asked: int64 [requests, :data:`QUESTION_NUMBERS`].
-        there: int32 [requests], 1 for each published selection request. Nothing is written for the others.
-        target, lane_step: Address of the exchange buffer's selections, and numbers from one slot of a selection to the next.
+    ``chosen``: int32 [layers, requests, kv_heads, most], contiguous; the first ``keep`` of each request are valid. ``asked``: int64 [requests,
+    :data:`QUESTION_NUMBERS`]. ``there``: int32 [requests], 1 for each published selection request; nothing is written for the others. ``target``,
+    ``lane_step``: address of the exchange buffer's selections, and numbers from one slot of a selection to the next.
     """
     layers, requests, heads, most = chosen.shape
     _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
@@ -328,13 +306,11 @@ def push_chosen(chosen: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, 
 def read_words(
     heads: int, written: int, out: torch.Tensor, asked: torch.Tensor, there: torch.Tensor, least: int = 0, seconds: float = 0.0
 ) -> None:
-    """Make the stream wait, at most ``seconds``, until the written word reaches ``least``. Then read words.
+    """Make the stream wait, at most ``seconds``, until the word at address ``written`` reaches ``least``. Then read words.
 
-    Args:
-        heads, written: Addresses of the lanes' words, and of the written word.
-        out: Output, int64 [1 + lanes * LANE_WORDS]: the written word, and the words of all lanes.
-        asked: int64 [requests, :data:`QUESTION_NUMBERS`].
-        there: Output, int32 [requests]: 1 for each published selection request; 0 for all while the written word is below ``least``.
+    ``heads``: address of the lanes' words. ``out``: output, int64 [1 + lanes * LANE_WORDS]: the written word, and the words of all lanes.
+    ``asked``: int64 [requests, :data:`QUESTION_NUMBERS`]. ``there``: output, int32 [requests], 1 for each published selection request; 0 for all
+    while the written word is below ``least``.
     """
     # One warp: several would wait independently, and one warp's written word would not match the lane words that another reads.
     _read_words[(1,)](

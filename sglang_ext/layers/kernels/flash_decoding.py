@@ -5,6 +5,7 @@ read the compressed KV, and the other splits read the exact tokens. :func:`merge
 the two kinds apart, because the output of compressed tokens may have to be rotated back.
 """
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.gpu_launch import halvings, pdl_options
+from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting, pdl_options, shape_name
 
 # Maximum number of query rows of a program of four warps. Registers suffice for this many.
 MOST_ROWS = 64
@@ -123,12 +124,9 @@ def merge_splits(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one request.
-
-    If ``APART``, ``far`` gets the result over compressed tokens and ``near`` that over exact tokens. Otherwise ``far`` gets both. A program
-    launched ``EARLY`` waits until the splits end. It lets the next kernel start early too, so that kernel must wait for this one itself.
-    """
+    """Merge the splits of one head of one request. ``near`` gets the result over exact tokens if ``APART``; otherwise ``far`` gets both."""
     if EARLY:
+        # The next kernel starts early too, and must wait for this one itself.
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0).to(tl.int64)
@@ -151,18 +149,24 @@ def merge_splits(
 
 
 @dataclass(frozen=True)
-class SplitOutputs:
-    """Buffers for the partial results of a batch's splits, and their merge.
+class RowSplits:
+    """The splits of a batch's rows: what their kernels have in common, buffers for partial results, and the merge.
 
     Attributes:
-        queries: [requests, heads, dim].
-        value_dim: Channels of a head's output.
+        queries: [requests, heads, dim], contiguous.
+        keys, values: A layer's buffers, [slots, kv_heads, dim].
         splits: Number of splits of a row's compressed tokens, and of its exact tokens.
     """
 
     queries: torch.Tensor
-    value_dim: int
+    keys: torch.Tensor
+    values: torch.Tensor
     splits: tuple[int, int]
+
+    @property
+    def group(self) -> int:
+        """Queries that share a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
 
     @property
     def num_splits(self) -> int:
@@ -170,14 +174,42 @@ class SplitOutputs:
         return sum(self.splits)
 
     @property
-    def shape(self) -> dict[str, int]:
-        """Constants for the kernels that store partial results."""
-        return {"VALUE_DIM": self.value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(self.value_dim), "PACKED": self.splits[0]}
+    def strides(self) -> tuple[int, ...]:
+        """Numbers from a slot, and from a head, to the next: of keys, then of values."""
+        return *self.keys.stride()[:2], *self.values.stride()[:2]
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Grid for programs of ``rows`` queries of a KV head."""
+        return self.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
+
+    @property
+    def value_shape(self) -> dict[str, int]:
+        """Constants of values for all kernels, also for the merge."""
+        dim = self.values.shape[2]
+        return {"VALUE_DIM": dim, "PADDED_VALUE_DIM": triton.next_power_of_2(dim), "PACKED": self.splits[0]}
+
+    def constants(self, tile: DecodeTile) -> dict[str, int]:
+        """Constants and options for the Triton kernels that store partial results."""
+        dim = self.queries.shape[2]
+        shape = {"HEADS": self.keys.shape[1], "GROUP": self.group, "DIM": dim, "PADDED_DIM": triton.next_power_of_2(dim)}
+        return {"M": tile.rows, "num_stages": tile.stages, **shape, **self.value_shape}
+
+    def launch(
+        self, name: Hashable, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None], work: Callable[[], str], remedy: str
+    ) -> None:
+        """Launch a kernel with the first of ``choices`` that fits the GPU; ``name`` is of the kernel and its further constants.
+
+        Raises:
+            OptionError: No choice fits. It names ``work``, the shape, and ``remedy``.
+        """
+        keys, dim = self.keys, self.queries.shape[2]
+        key = (name, dim, self.values.shape[2], self.group, keys.dtype, keys.device)
+        launch_first_fitting(choices, with_tile, key, lambda: f"{work()} with {shape_name(dim, self.group, keys.dtype)}", remedy)
 
     @cached_property
     def partial(self) -> torch.Tensor:
         """Weighted means of the values: float32 [requests * heads * splits, value_dim]."""
-        return torch.empty(self.queries.shape[:2].numel() * self.num_splits, self.value_dim, device=self.queries.device)
+        return torch.empty(self.queries.shape[:2].numel() * self.num_splits, self.values.shape[2], device=self.queries.device)
 
     @cached_property
     def lse(self) -> torch.Tensor:
@@ -186,19 +218,18 @@ class SplitOutputs:
 
     def separate_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Contributions of the compressed tokens, and of the exact tokens, to the outputs: float32 [requests, heads, value_dim] each."""
-        far, near = torch.empty(2, *self.queries.shape[:2], self.value_dim, device=self.queries.device)
+        far, near = torch.empty(2, *self.queries.shape[:2], self.values.shape[2], device=self.queries.device)
         self._merge(far, near, apart=True)
         return far, near
 
     def merged_output(self) -> torch.Tensor:
         """The merged outputs, in the dtype of the queries: [requests, heads, value_dim]."""
-        outputs = self.queries.new_empty(*self.queries.shape[:2], self.value_dim)
+        outputs = self.queries.new_empty(*self.queries.shape[:2], self.values.shape[2])
         self._merge(outputs, outputs, apart=False)
         return outputs
 
     def _merge(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
-        requests, heads, _ = self.queries.shape
-        splits = triton.next_power_of_2(self.num_splits)
-        numbers = {"SPLITS": self.num_splits, "PADDED_SPLITS": splits, "APART": apart} | self.shape
-        warps = min(MOST_WARPS, max(1, splits * self.shape["PADDED_VALUE_DIM"] // JOINED))
-        merge_splits[(requests * heads,)](self.partial, self.lse, far, near, **numbers, num_warps=warps, **pdl_options(far))
+        shape, splits = self.value_shape, triton.next_power_of_2(self.num_splits)
+        numbers = {"SPLITS": self.num_splits, "PADDED_SPLITS": splits, "APART": apart} | shape
+        warps = min(MOST_WARPS, max(1, splits * shape["PADDED_VALUE_DIM"] // JOINED))
+        merge_splits[(self.queries.shape[:2].numel(),)](self.partial, self.lse, far, near, **numbers, num_warps=warps, **pdl_options(far))

@@ -1,12 +1,10 @@
-"""Shared parts of kernels: launches with tile sizes that fit the GPU, tests for features of NVIDIA GPUs, pointers from addresses, and ordered
-access to shared memory.
+"""Shared parts of kernels: launches with tile sizes that fit the GPU, tests for features of NVIDIA GPUs, pointers, and ordered access.
 
 A launch uses the largest tile sizes for which the GPU has enough shared memory. One program may use 227 KiB on an H100 or B200, 163 KiB on
 an A100, and 99 KiB on an L40S or RTX 5090. Only the compiler knows how much a kernel uses.
 
 Ordered access is to 64-bit words in memory shared by processes on several GPUs (PTX, scope ``sys``), and to counts that kernels of one GPU
-await. It uses loads and stores, because GPUs joined by PCIe have no atomic operations on each other's memory. Triton's interpreter runs no
-assembly, so tests replace these functions.
+await. It uses loads and stores, because GPUs joined by PCIe have no atomic operations on each other's memory.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -20,8 +18,8 @@ from triton.runtime.errors import OutOfResources
 from sglang_ext.core import OptionError
 
 Choice = TypeVar("Choice")
-# Compute capability of an H100.
-HOPPER = (9, 0)
+# Compute capabilities of an A100 and of an H100.
+AMPERE, HOPPER = (8, 0), (9, 0)
 # Index of the choice that the last launch of each key used. Earlier choices do not fit.
 _TAKEN: dict[Hashable, int] = {}
 
@@ -31,14 +29,8 @@ def launch_first_fitting(
 ) -> None:
     """Launch a kernel with the first of ``choices`` that fits the GPU. Later launches for ``key`` start at that choice.
 
-    It is safe during the capture of a CUDA graph, because choices that do not fit are never launched.
-
-    Args:
-        choices: Tile sizes, in order of preference.
-        launch: Launches the kernel with one choice.
-        key: All other values that determine the kernel's shared memory.
-        what: Returns the kernel's work and shape for the error message.
-        remedy: What the user can do if no choice fits.
+    It is safe during the capture of a CUDA graph, because choices that do not fit are never launched. ``choices``: tile sizes, in order of
+    preference. ``key``: all other values that determine the kernel's shared memory. ``what`` returns the kernel's work and shape.
 
     Raises:
         OptionError: No choice fits. The message names the shape, the GPU and the remedy.
@@ -64,6 +56,18 @@ def has_ptx(keys: torch.Tensor) -> bool:
 def capability(keys: torch.Tensor) -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU that holds ``keys``. None on other devices."""
     return torch.cuda.get_device_capability(keys.device) if has_ptx(keys) else None
+
+
+def has_tensor_cores(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` are on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
+    found = capability(keys)
+    return found is not None and found >= AMPERE
+
+
+def multiplies_integers(keys: torch.Tensor) -> bool:
+    """Whether Triton compiles integer products on the device of ``keys``. False for NVIDIA GPUs below 8.0."""
+    found = capability(keys)
+    return found is None or found >= AMPERE
 
 
 def pdl_options(keys: torch.Tensor) -> dict[str, bool]:

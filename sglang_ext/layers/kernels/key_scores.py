@@ -1,8 +1,7 @@
 """Scores of keys by the attention that queries pay to them, for several layers at once.
 
 :func:`window_scores`: the score of a key is the mean softmax attention over a window of queries and the query heads of its KV head (SnapKV,
-arXiv 2404.14469, section 4). Two passes read the keys. The first computes each query's normalizer, in parallel chunks. The second computes
-the means. No attention matrix is written to memory.
+arXiv 2404.14469, section 4). The first pass computes each query's normalizer, in parallel chunks, and the second the means.
 
 :func:`compute_exact_logits`: logits of queries with the pool's exact keys, and their normalizers, for token selection (select_tokens.py).
 Before, :func:`rotate_queries` rotates queries (RoPE) to later positions (mem_cache/compressed/rotary.py:rotate_ahead).
@@ -25,12 +24,9 @@ LARGEST_ROWS, MOST_BLOCKS = 128, 4
 
 @dataclass(frozen=True)
 class RowTile:
-    """Sizes of one program's work.
+    """Sizes of one program's work: rows of a product with a block of keys, a power of 2 of at least 16, and blocks of rows to add up.
 
-    Attributes:
-        rows: Rows of a matrix product with a block of keys, a power of 2 of at least 16.
-        blocks: Blocks of ``rows`` rows whose means one program adds up.
-        stages: Pipeline stages of the key loads; None for Triton's default.
+    ``stages``: pipeline stages of the key loads; None for Triton's default.
     """
 
     rows: int
@@ -76,10 +72,7 @@ def _logits(
     q, keys, slots, first, position, oldest, tokens, scaling, slot_stride,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is masked.
-
-    A query sees keys up to its ``position``. All queries see the keys up to ``oldest``. Padding of the last block is masked.
-    """
+    """Products with the keys from ``first`` on, times log2(e) and the scaling; -inf where masked. All queries see keys up to ``oldest``."""
     dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
     inside = column < tokens
     slot = tl.load(slots + column, mask=inside, other=0)
@@ -163,13 +156,9 @@ def window_scores(
 ) -> torch.Tensor:
     """Mean attention of the window to each key: float32 [layers, kv_heads, tokens].
 
-    Args:
-        queries: [layers, window, query_heads, head_dim], rotary embedding applied, oldest first.
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, head_dim]. All layers have its shape, strides and dtype.
-        slots: int64 [tokens], slots of the context's keys, in order.
-        positions: int64 [window], positions of the queries in ``slots``, ascending. A query sees keys up to its own position.
-        scaling: Factor on query-key products.
+    ``queries``: [layers, window, query_heads, head_dim], rotary embedding applied, oldest first. ``key_table``: int64 [layers], addresses of the
+    layers' key buffers. ``like``: one of them, [slots, kv_heads, head_dim]; all have its shape, strides and dtype. ``slots``: int64 [tokens], of
+    the context's keys, in order. ``positions``: int64 [window], positions of the queries in ``slots``, ascending; a query sees keys up to its own.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -289,21 +278,15 @@ def _compute_exact_logits(
 
 
 class LogitsRequest(NamedTuple):
-    """Arguments of a logits kernel for some layers and requests, shared by exact and quantized keys.
+    """Some layers and requests of a logits kernel, for exact and quantized keys: chunks of the longest context, pairs of a layer and a request.
 
-    Attributes:
-        tensors: Scaling factors of the layers, token table, request numbers, logits, and maxima and sums of each chunk.
-        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
-        chunks: Chunks of the longest context.
-        pairs: Pairs of a layer and a request.
-        table_row: Numbers in a row of the token table.
+    ``arguments``: scaling factors of the layers, token table, request numbers, logits, maxima and sums of each chunk; first layer, first
+    request, number of requests, units of PITCH in a row of logits, chunks, and numbers in a row of the token table.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    where: tuple[int, int, int, int]
     chunks: int
     pairs: int
-    table_row: int
+    arguments: tuple[torch.Tensor | int, ...]
 
 
 def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: LogitsRequest) -> None:
@@ -313,16 +296,13 @@ def compute_exact_logits(queries: torch.Tensor, key_table: torch.Tensor, like: t
 
     def launch(block: dict[str, int]) -> None:
         _compute_exact_logits[(heads, asked.chunks, asked.pairs)](
-            layer_major(queries), key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0),
-            like.stride(1), HEADS=heads, GROUP=group, M=padded_size(group), DIM=dim, PADDED_DIM=padded_size(dim), CHUNK=CHUNK, **block,
+            layer_major(queries), key_table, like, *asked.arguments, like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded_size(group), DIM=dim, PADDED_DIM=padded_size(dim), CHUNK=CHUNK, **block,
         )  # fmt: skip
 
-    def what() -> str:
-        return f"token selection with {shape_name(dim, group, like.dtype)}"
-
-    key = ("choose", group, dim, like.dtype, like.device)
     # Sized so that several programs fit on a multiprocessor.
-    launch_first_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], launch, key, what, "pass --kv-compressor verify-guided")
+    choices, key = BLOCKS if like.itemsize <= 2 else BLOCKS[1:], ("choose", group, dim, like.dtype, like.device)
+    remedy = "pass --kv-compressor verify-guided"
+    launch_first_fitting(choices, launch, key, lambda: f"token selection with {shape_name(dim, group, like.dtype)}", remedy)
 
 
 def layer_major(queries: torch.Tensor) -> torch.Tensor:
@@ -355,11 +335,10 @@ def _rotate_queries(
 
 
 def rotate_queries(queries: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate queries by a number of positions. Returns float32, shaped like ``queries``; those of a layer are contiguous.
+    """Rotate ``queries``, float [requests, layers, query_heads, dim], contiguous for a request and layer, by a number of positions.
 
-    Args:
-        queries: float [requests, layers, query_heads, dim]; those of a request and layer are contiguous.
-        turn: For each entry the cosine, the signed sine, and the index of its pair's other entry: float32, float32 and int64 [dim].
+    Returns float32 of the same shape; those of a layer are contiguous. ``turn``: for each entry the cosine, the signed sine, and the index of
+    its pair's other entry: float32, float32 and int64 [dim].
     """
     requests, layers, heads, dim = queries.shape
     out = torch.empty(layers, requests, heads, dim, device=queries.device)

@@ -1,10 +1,8 @@
-"""Copies of KV, all layers in one launch.
+"""Copies, checksums and extremes of KV, all layers in one launch.
 
-- :func:`gather_kept` copies the kept tokens of each KV head into the slots of the compressed KV.
-- :func:`scatter_cells` copies them into the cells of ragged heads (ragged_heads.py), head after head.
-- :func:`write_pointers` writes pointers to the kept tokens instead (pointers.py).
-- :func:`gather_rows` and :func:`scatter_rows` copy a page's tokens between many buffers and one contiguous buffer, for KV transfers.
-- :func:`page_checksum` computes the checksum that ``mem_cache/host_tier/tier.py`` defines.
+Kept tokens are copied to slots of compressed KV (:func:`gather_kept`), to the cells of ragged heads (:func:`scatter_cells`), or pointed to
+(:func:`write_pointers`). For KV transfers, a page's tokens are copied between many buffers and one (:func:`gather_rows`,
+:func:`scatter_rows`). mem_cache/host_tier/tier.py defines the checksum of a page, and quest_pages.py selects pages by extremes.
 """
 
 import torch
@@ -55,13 +53,9 @@ def gather_kept(
 ) -> None:
     """Copy each head's ``j``-th kept token to slot ``targets[j]``, in each layer.
 
-    Args:
-        key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        keys, values: One layer's buffers, [slots, kv_heads, dim of a key or of a value]. All layers have their shape, strides and
-            dtype.
-        kept: int64 [layers, kv_heads, count], indices into ``sources``.
-        sources: int64 [tokens], slots of the context's tokens.
-        targets: int64 [count], slots of the compressed KV. None of them is a source.
+    ``key_table``, ``value_table``: int64 [layers], addresses of the layers' buffers. ``keys``, ``values``: one layer's buffers, [slots, kv_heads,
+    dim of a key or of a value]; all have their shape, strides and dtype. ``kept``: int64 [layers, kv_heads, count], indices into ``sources``, int64
+    [tokens], slots of the context's tokens. ``targets``: int64 [count], slots of the compressed KV. None of them is a source.
     """
     layers, heads, count = kept.shape
     dim, value_dim = keys.shape[2], values.shape[2]
@@ -122,12 +116,10 @@ def scatter_cells(
     sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """Fill the cells of the compressed KV with the kept tokens of each head. Arguments as in :func:`gather_kept`, except:
+    """Fill the cells of the compressed KV with the kept tokens of each head. Arguments as in :func:`gather_kept`, except ``kept``: int64 [cells].
 
-    Args:
-        kept: int64 [cells], indices into ``sources``, head after head.
-        bounds: int32 [layers * kv_heads + 1], first cell of each head, and the end of the last head.
-        targets: int64, slots of the compressed KV, whose cells ``kept`` fills. None of them is a source.
+    They are head after head. ``bounds``: int32 [layers * kv_heads + 1], first cell of each head, and the end of the last. ``kept`` fills all
+    cells of ``targets``.
     """
     heads, dim, value_dim = keys.shape[1], keys.shape[2], values.shape[2]
     scatter_kept[(len(bounds) - 1, PROGRAMS)](
@@ -161,10 +153,7 @@ def write_kept_pointers(
 def write_pointers(
     key_table: torch.Tensor, like: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
-    """Point the ``j``-th pointer of ``targets`` to the head's ``j``-th kept token, for each layer and head.
-
-    Arguments as in :func:`gather_kept`; ``like`` is a key buffer.
-    """
+    """Point the ``j``-th pointer of ``targets`` to the ``j``-th kept token of each layer and head. Arguments as in :func:`gather_kept`."""
     layers, heads, count = kept.shape
     cells = like.view(torch.int32)
     write_kept_pointers[(layers * heads, triton.cdiv(count, POINTERS))](
@@ -195,13 +184,10 @@ def _copy_rows(table, slots, rows, tokens, slot_words, row_words, COLUMNS: tl.co
 
 
 def gather_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy tokens of all buffers into ``out``. Does not wait for the device.
+    """Copy tokens of all buffers into ``out``, contiguous [parts, tokens, channels], 8-byte aligned. Does not wait for the device.
 
-    Args:
-        table: int64 [parts], addresses of the buffers, 16-byte aligned.
-        like: One of the buffers, [slots, channels], with contiguous channels. All have its shape, strides and dtype.
-        slots: int64 [tokens].
-        out: Contiguous, [parts, tokens, channels], 8-byte aligned.
+    ``table``: int64 [parts], addresses of the buffers, 16-byte aligned. ``like``: one of the buffers, [slots, channels], with contiguous
+    channels; all have its shape, strides and dtype. ``slots``: int64 [tokens].
 
     Raises:
         ValueError: The size of a token is not a multiple of 8 bytes.
@@ -236,7 +222,7 @@ def _launch(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: 
     )  # fmt: skip
 
 
-# Words that a program reads at a time.
+# Words that a program reads at a time, and columns of a page's words or keys.
 TILE = 2048
 MOST_COLUMNS = 512
 
@@ -286,11 +272,9 @@ def page_checksum(
 ) -> torch.Tensor:
     """Checksum of each page over all layers, keys and values: int64 [pages].
 
-    Args:
-        key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        words: A key buffer viewed as integers, [slots, words]. All buffers have its shape and dtype, and are contiguous.
-        slots: int64 [pages * page_size], slots of the pages' tokens, in order.
-        token_weights, column_weights: int64 [layers, 2, page_size], weights of keys and of values, and int64 [words].
+    ``key_table``, ``value_table``: int64 [layers], addresses of the layers' buffers. ``words``: a key buffer viewed as integers, [slots, words]; all
+    buffers have its shape and dtype, and are contiguous. ``slots``: int64 [pages * page_size], of the pages' tokens, in order. ``token_weights``,
+    ``column_weights``: int64 [layers, 2, page_size], weights of keys and of values, and int64 [words].
     """
     layers, _, page_size = token_weights.shape
     columns = min(MOST_COLUMNS, triton.next_power_of_2(words.shape[1]))
@@ -301,3 +285,38 @@ def page_checksum(
         PAGE=page_size, WORDS=words.shape[1], TOKENS=tokens, COLUMNS=columns,
     )  # fmt: skip
     return sums
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
+def _bound_pages(
+    key_table, like, slots, extremes, count, pages, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute some columns of the extremes of a slot's page in a layer. Of adjacent slots in one page, only the last computes them."""
+    token, layer = tl.program_id(0), tl.program_id(1)
+    page = tl.load(slots + token).to(tl.int64) // PAGE
+    last = token + 1 >= count
+    if last | (tl.load(slots + token + tl.where(last, 0, 1)).to(tl.int64) // PAGE != page):
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
+        # Otherwise the compiler does not vectorize the loads: buffers begin at multiples of 16 bytes.
+        keys = buffer_pointer(key_table, layer, like.dtype.element_ty)
+        mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
+        numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
+        target = extremes + (layer.to(tl.int64) * pages + page) * (HEADS * 2 * DIM) + head * (2 * DIM) + channel
+        tl.store(target, tl.min(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
+        tl.store(target + DIM, tl.max(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
+
+
+def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
+    """Update the extremes of the pages of ``slots``, int64 [tokens], at least one, in all layers, from their keys. Does not wait for the device.
+
+    ``key_table``: int64 [layers], addresses of the layers' key buffers. ``like``: one of them, [slots, kv_heads, dim]; all have its shape, strides
+    and dtype. ``extremes``: [layers, pages, kv_heads, 2, dim], dtype of the keys: minimum and maximum of each channel. ``page``: its tokens.
+    """
+    layers, pages, heads, _, dim = extremes.shape
+    columns = min(MOST_COLUMNS, triton.next_power_of_2(heads * dim))
+    _bound_pages[(len(slots), layers, triton.cdiv(heads * dim, columns))](
+        key_table, like, slots, extremes, len(slots), pages, like.stride(0), like.stride(1), HEADS=heads, DIM=dim,
+        PAGE=page, COLUMNS=columns,
+    )  # fmt: skip

@@ -1,12 +1,8 @@
 """Decode attention over rows in which each KV head keeps its own tokens, split over the context (flash decoding).
 
-- :func:`ragged_decode`: rows that begin with compressed KV of ragged heads (ragged_heads.py). The programs of a request's first splits
-  read a head's kept tokens, those of the others the tokens after the compressed KV.
-- :func:`pointer_decode`: rows that begin with pointers into full KV (pointers.py). The programs of a request's first splits read the
-  tokens that a head's pointers point to, with equal numbers of steps. The programs of the other splits read the remaining steps and the
-  tokens after them.
-
-flash_decoding.py's kernel combines the splits.
+The programs of a request's first splits read a head's kept tokens, those of the others the tokens after the compressed KV. Ragged heads
+(:func:`ragged_decode`) store tokens. Pointers into full KV (:func:`pointer_decode`) are read in equal numbers of steps, and the remaining
+steps by the other splits. flash_decoding.py's kernel combines the splits.
 """
 
 import torch
@@ -17,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_ext.layers.kernels.flash_decoding import (
     MOST_ROWS,
     DecodeTile,
-    SplitOutputs,
+    RowSplits,
     exact_split,
     head_and_rows,
     scaled_queries,
@@ -26,7 +22,7 @@ from sglang_ext.layers.kernels.flash_decoding import (
     tile_choices,
     token_step,
 )
-from sglang_ext.layers.kernels.gpu_launch import launch_first_fitting, load_acquired_count, pdl_options, pointer_at, shape_name
+from sglang_ext.layers.kernels.gpu_launch import load_acquired_count, pdl_options, pointer_at
 from sglang_ext.mem_cache.compressed.layouts.pointers import PointerLayout, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 
@@ -50,10 +46,9 @@ def _cells_part(
     LAYERS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the cells [first, last) of a compressed KV of ``copied`` slots.
+    """Softmax over the cells [first, last) of a compressed KV of ``copied`` slots, which are consecutive: the layer is divided for only once.
 
-    Cells are consecutive, so the layer is divided for only once, at the start of a split. A step spans at most two layers, unless a layer
-    has fewer cells than a step.
+    A step spans at most two layers, unless a layer has fewer cells than a step.
     """
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
@@ -133,39 +128,26 @@ def ragged_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads no device memory on the host, and ``cells`` always at the same addresses, so CUDA graphs may capture it.
-
-    Args:
-        cells: Ragged-head layout: which rows begin with compressed KV, and the contents of its cells, which may be those of other layers.
-        layer: Index of the layer in its buffers.
-        queries: [requests, heads, dim], in the dtype of the buffers.
-        token_table: int32 [rows, width]; a row has the slots of its compressed KV, then those of the tokens after it.
-        rows, lengths: int64 [requests], rows of the table, and slots of each.
-        scaling: Factor on query-key products.
-        splits: Parallel splits of a head's kept tokens, and of the tokens after the compressed KV.
+    Reads no device memory on the host, and ``cells`` always at the same addresses, so CUDA graphs may capture it. ``cells``: which rows begin with
+    compressed KV, and the contents of its cells, which may be those of other layers. ``layer``: index in its buffers. ``queries``: [requests,
+    heads, dim], in their dtype. ``token_table``: int32 [rows, width]; a row has the slots of its compressed KV, then those of the tokens after
+    it. ``rows``, ``lengths``: int64 [requests], rows of the table, and slots of each. ``splits``: of a head's kept tokens, and of the others.
 
     Raises:
         OptionError: No tiles of such heads fit the GPU.
     """
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
-    requests, heads, dim = queries.shape
-    kv_heads, parts = keys.shape[1], SplitOutputs(queries, values.shape[2], splits)
-    group, queries = heads // kv_heads, queries.contiguous()
+    parts = RowSplits(queries.contiguous(), keys, values, splits)
 
     def launch(tile: DecodeTile) -> None:
-        _splits[(parts.num_splits, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table, token_table.stride(0), rows,
-            lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse, scaling, keys.stride(0),
-            keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1, HEADS=kv_heads, GROUP=group,
-            M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.num_splits, N=tile.tokens,
-            num_stages=tile.stages, **parts.shape,
+        _splits[parts.grid(tile.rows)](
+            parts.queries, keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table, token_table.stride(0), rows,
+            lengths, cells.bounds, cells.bounds.stride(0), layer * keys.shape[1], parts.partial, parts.lse, scaling, *parts.strides,
+            ALL_HEADS=cells.bounds.shape[1] - 1, SPLITS=parts.num_splits, N=tile.tokens, **parts.constants(tile),
         )  # fmt: skip
 
-    def what() -> str:
-        return f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
-
-    key = ("cells", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, RAGGED_STAGES), launch, key, what, "pass --kv-head-budgets equal")
+    choices = tile_choices(parts.group, MOST_ROWS, TOKENS, RAGGED_STAGES)
+    parts.launch("cells", choices, launch, lambda: "attention over heads of different budgets", "pass --kv-head-budgets equal")
     return parts.merged_output()
 
 
@@ -202,10 +184,7 @@ def _pointed_part(
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
     AWAITS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax with tokens that a head's pointers point to, ``count`` in all.
-
-    It reads N tokens from ``first`` on, and N after every further PARTS steps, before ``last``. Buffers begin at the head's cells.
-    """
+    """Update the softmax with N of a head's ``count`` pointed-to tokens from ``first`` on, and after every PARTS steps, before ``last``."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     BY: tl.constexpr = PARTS * N
     place = first + tl.arange(0, N)
@@ -316,35 +295,24 @@ def pointer_decode(
     it ends. The same applies to earlier kernels, back to the last one that was not launched early, or that lets its successor begin only
     after its own wait.
 
-    Args:
-        begins: Pointer layout: which rows begin with pointers.
-        keys, values: A layer's buffers, [slots, kv_heads, dim].
-        token_table: int32 [rows, width]; a row has the slots that hold its pointers, then those of the tokens after them.
-        queries, rows, lengths, scaling, splits: As in :func:`ragged_decode`.
-        arrived: int32 [rows of the table, kv_heads], of a selection kernel launched directly before this one; 0 once a head's pointers
-            are written. If the GPU supports it, this kernel waits only for these. So no kernel may be launched in between, and a
-            selection must have been launched. None otherwise: the kernel then waits for the end of the previous one, except for the early
-            reads above.
+    ``begins``: which rows begin with pointers. ``keys``, ``values``: a layer's buffers, [slots, kv_heads, dim]. A row of ``token_table``, int32
+    [rows, width], has the slots that hold its pointers, then those of later tokens. Others: as in :func:`ragged_decode`. ``arrived``: int32
+    [rows of the table, kv_heads], of a selection kernel launched directly before this one; 0 once a head's pointers are written. If the GPU
+    supports it, this kernel waits only for these. So no kernel may be launched in between, and a selection must have been launched. None: it
+    waits for the end of the previous kernel, except for the early reads above.
 
     Raises:
         OptionError: No tiles of such heads fit the GPU.
     """
-    requests, heads, dim = queries.shape
-    kv_heads, cells, parts = keys.shape[1], as_pointers(keys), SplitOutputs(queries, values.shape[2], splits)
-    group, queries, early = heads // kv_heads, queries.contiguous(), pdl_options(keys)
+    cells, parts, early = as_pointers(keys), RowSplits(queries.contiguous(), keys, values, splits), pdl_options(keys)
 
     def launch(tile: DecodeTile) -> None:
-        pointer_splits[(parts.num_splits, kv_heads * triton.cdiv(group, tile.rows), requests)](
-            queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths, begins.counts,
-            parts.partial, parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
-            cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.layout.per_slot, SPLITS=parts.num_splits, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"],
-            num_stages=tile.stages, **parts.shape, **early,
+        pointer_splits[parts.grid(tile.rows)](
+            parts.queries, keys, values, cells, arrived, token_table, token_table.stride(0), token_table.shape[1], rows, lengths,
+            begins.counts, parts.partial, parts.lse, scaling, *parts.strides, *cells.stride()[:2], PER_SLOT=begins.layout.per_slot,
+            SPLITS=parts.num_splits, N=tile.tokens, AWAITS=arrived is not None and early["EARLY"], **parts.constants(tile), **early,
         )  # fmt: skip
 
-    def what() -> str:
-        return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
-
-    key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
-    launch_first_fitting(tile_choices(group, MOST_ROWS, TOKENS, POINTER_STAGES), launch, key, what, "pass --kv-compressor snapkv")
+    choices = tile_choices(parts.group, MOST_ROWS, TOKENS, POINTER_STAGES)
+    parts.launch("pointers", choices, launch, lambda: "attention over pointers", "pass --kv-compressor snapkv")
     return parts.merged_output()

@@ -1,15 +1,12 @@
 """Keys of 8 or 4 bits for token selection (select_tokens.py): quantization of new keys, and logits by integer products.
 
-:func:`quantize_keys` quantizes the keys that a forward has written to the KV pool, in all layers, in one launch. A program quantizes some
-keys of a layer. Codes, scales and zero points are bit-identical to those of PyTorch (mem_cache/selection/scoring_keys.py). So the kernel
-divides by scales instead of multiplying by their inverse, and uses no fused multiply-add.
+Codes, scales and zero points are bit-identical to those of PyTorch (mem_cache/selection/scoring_keys.py). So the kernel divides by scales
+instead of multiplying by their inverse, and uses no fused multiply-add.
 
 In each group of channels a key is ``scale * code + zero``. Its product with a query is ``scale * sum(q code) + zero * sum(q)``. Queries
-are rounded to 15-bit integers, which is more accurate than bfloat16. Each integer is split into two 8-bit parts, which are multiplied
-with the codes as stored.
-
-The rows of a matrix product are the query heads, repeated for each group of channels, with 0 in all other groups. Tensor cores take more
-rows than there are query heads per KV head, so the groups are free. Scales are then multiplied with sums instead of single numbers.
+are rounded to 15-bit integers, which is more accurate than bfloat16. Each is split into two 8-bit parts, which are multiplied with the
+codes as stored. The rows of a matrix product are the query heads, repeated for each group of channels, with 0 in all other groups. Tensor
+cores take more rows than there are query heads per KV head, so the groups are free.
 """
 
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.gpu_launch import gpu_name, launch_first_fitting, shape_name
+from sglang_ext.layers.kernels.gpu_launch import gpu_name, has_ptx, launch_first_fitting, multiplies_integers, shape_name
 from sglang_ext.layers.kernels.key_scores import (
     CHUNK,
     LEAST,
@@ -32,7 +29,6 @@ from sglang_ext.layers.kernels.key_scores import (
     store_chunk_normalizers,
     update_normalizers,
 )
-from sglang_ext.layers.kernels.packed import packed_decode
 
 # Keys, each of one token and head, that a program quantizes.
 ROWS = 16
@@ -101,15 +97,11 @@ def _quantize_keys(
 def quantize_keys(
     key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, group: int, ahead: int = 0
 ) -> None:
-    """Quantize keys at ``slots`` of all layers, without waiting for the device.
+    """Quantize keys at ``slots``, int64 [tokens], of all layers, without waiting for the device.
 
-    Args:
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
-        slots: int64 [tokens].
-        codes, words: int8 and int32 [layers, all slots, kv_heads, ...], as in ``QuantizedKeys``.
-        group: Channels that share a scale.
-        ahead: Offset from the source slot to the target slot in ``codes`` and ``words``.
+    ``key_table``: int64 [layers], addresses of the layers' key buffers. ``like``: one of them, [slots, kv_heads, head_dim]; all have its shape,
+    strides and dtype. ``codes``, ``words``: int8 and int32 [layers, all slots, kv_heads, ...], as in ``QuantizedKeys``. ``group``: channels that
+    share a scale. ``ahead``: offset from the source slot to the target slot in ``codes`` and ``words``.
     """
     layers, held, heads, size = codes.shape
     bits, groups = 8 * size // like.shape[2], words.shape[3]
@@ -237,11 +229,9 @@ def _compute_quantized_logits(
 
 @dataclass(frozen=True)
 class QuantizedKeyTensors:
-    """Keys of 8 or 4 bits in all layers, as stored in ``QuantizedKeys`` (mem_cache/selection/scoring_keys.py).
+    """Keys of 8 or 4 bits in all layers, as ``QuantizedKeys`` (mem_cache/selection/scoring_keys.py) stores them.
 
-    Attributes:
-        codes, words: int8 and int32 [layers, slots, kv_heads, ...].
-        group: Channels that share a scale.
+    ``codes``, ``words``: int8 and int32 [layers, slots, kv_heads, ...]. ``group``: channels that share a scale.
     """
 
     codes: torch.Tensor
@@ -256,18 +246,18 @@ class QuantizedKeyTensors:
         """
         _, held, heads, size = self.codes.shape
         groups, dim = self.words.shape[3], queries.shape[3]
-        if not packed_decode.multiplies_integers(self.codes):
+        if not multiplies_integers(self.codes):
             raise OptionError(f"integer products, which score quantized keys, do not compile for {gpu_name()}: {REMEDY}")
         shared, padded_groups, queries = queries.shape[2] // heads, triton.next_power_of_2(groups), layer_major(queries)
         rows = min(max(triton.next_power_of_2(shared), LEAST_ROWS // padded_groups), MOST_ROWS // padded_groups)
 
         def launch(block: dict[str, int]) -> None:
             _compute_quantized_logits[(heads * triton.cdiv(shared, rows), asked.chunks, asked.pairs)](
-                queries, self.codes, self.words, *asked.tensors, *asked.where, asked.chunks, asked.table_row, held, HEADS=heads,
+                queries, self.codes, self.words, *asked.arguments, held, HEADS=heads,
                 SHARED=shared, ROWS=rows, DIM=dim, GROUP=self.group, GROUPS=groups, PADDED_GROUPS=padded_groups,
                 PADDED_GROUP=triton.next_power_of_2(self.group), BITS=8 * size // dim, BYTES=size,
                 PADDED_BYTES=max(LEAST_BYTES, triton.next_power_of_2(size)), CHUNK=CHUNK,
-                PTX=packed_decode.has_ptx(self.codes), **block,
+                PTX=has_ptx(self.codes), **block,
             )  # fmt: skip
 
         def what() -> str:

@@ -1,29 +1,27 @@
-"""Quest's page selection on a GPU (Tang et al. 2024, arXiv 2406.10774), limited by memory bandwidth: page extremes, and the selection of
-a step.
+"""Quest's page selection on a GPU (Tang et al. 2024, arXiv 2406.10774), limited by memory bandwidth.
 
 A page's bound is the largest product that a query can have with a key between the page's minima and maxima. It is the mean over the query
 heads of the KV head, as in ``mem_cache/selection/scoring.py``. The bound is linear in the positive and negative parts of a query. So
 only the means of these parts over the heads are multiplied. The pages with the largest bounds become pointers to their tokens (pointers.py).
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, pdl_options
+from sglang_ext.layers.kernels.gpu_launch import pdl_options
+from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout
 
 
 class QuestGrid(NamedTuple):
     """Division of a batch's page selection into programs.
 
-    Attributes:
-        step_bytes: Bytes of extremes that a program multiplies at once, while those of its next step are loaded to registers.
-        programs: Maximum programs over all requests and heads; beyond it each takes more steps.
-        resident: Maximum bounds that a program keeps in registers, at most 2,048. With more pages it reads them again, CHUNK at once.
-        registers: Maximum registers of a thread; None for no limit.
+    ``step_bytes``: bytes of extremes that a program multiplies at once, while those of its next step are loaded to registers. ``programs``: maximum
+    over all requests and heads; beyond it each takes more steps. ``resident``: maximum bounds that a program keeps in registers, at most 2,048;
+    with more pages it reads them again, CHUNK at once. ``registers``: maximum registers of a thread; None for no limit.
     """
 
     step_bytes: int
@@ -39,33 +37,10 @@ CHUNK = 1024
 TRIALS, BITS, MEMORY_TRIALS, MEMORY_BITS = 5, 12, 3, 21
 # Pages whose token pointers a program writes at once.
 KEPT = 128
-# Columns of a page's keys that a program reduces at once.
-COLUMNS = 512
 # As integers: a value below all bounds, the largest bound (infinity), and the order of pages that are always selected, above it.
 LEAST, LARGEST, ALWAYS = tl.constexpr(-0x7FFFFFFF), tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFF0)
 # First distance between trial bounds, in standard deviations of the bounds.
 STEP = tl.constexpr(0.05)
-
-
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
-def _bound_pages(
-    key_table, like, slots, extremes, count, pages, slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Compute some columns of the extremes of a slot's page in a layer. Of adjacent slots in one page, only the last computes them."""
-    token, layer = tl.program_id(0), tl.program_id(1)
-    page = tl.load(slots + token).to(tl.int64) // PAGE
-    last = token + 1 >= count
-    if last | (tl.load(slots + token + tl.where(last, 0, 1)).to(tl.int64) // PAGE != page):
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
-        # Otherwise the compiler does not vectorize the loads: buffers begin at multiples of 16 bytes.
-        keys = buffer_pointer(key_table, layer, like.dtype.element_ty)
-        mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
-        numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
-        target = extremes + (layer.to(tl.int64) * pages + page) * (HEADS * 2 * DIM) + head * (2 * DIM) + channel
-        tl.store(target, tl.min(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
-        tl.store(target + DIM, tl.max(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -117,10 +92,7 @@ def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.constexpr, BITS: tl.constexpr):
-    """Narrow the range of the lowest selected order, given that ``several`` pages are at or above the trials. Return also the next trials.
-
-    Steps grow from the guess on until both ends are known. Then trials divide the range.
-    """
+    """Narrow the range of the lowest selected order, given that ``several`` pages reach the trials. Steps grow until both ends are known."""
     lowest, highest = low, high
     for number in tl.static_range(TRIALS):
         trial = _trial(lowest, highest, first, step, number).to(tl.int64)
@@ -166,10 +138,7 @@ def _choose_resident(
     bounds, context, listed, count, chosen, zero, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """List the best pages of a head with bounds in registers. ``zero`` is 0, which the compiler cannot know.
-
-    Each count synchronizes all threads, so few are made.
-    """
+    """List the best pages of a head with bounds in registers. ``zero`` is 0, which the compiler cannot know. Counts synchronize threads."""
     # Hides the order from the compiler. Otherwise a thread reads several bounds and lists its pages one by one, after a layout
     # conversion.
     place = tl.arange(0, RESIDENT) ^ zero
@@ -256,9 +225,8 @@ def _choose_pages(
 ):  # fmt: skip
     """Compute bounds of some pages of a request for a KV head. The last program of a head writes pointers to the best pages.
 
-    ``arrived`` counts the programs of a head that have finished, and is 0 before the first and after the pointers are written. If
-    launched ``EARLY``, the kernel waits until the previous kernel has ended, and lets the next kernel begin when all programs have
-    arrived.
+    ``arrived`` counts the programs of a head that have finished, and is 0 before the first and after the pointers are written. Launched
+    ``EARLY``, it waits for the previous kernel, and lets the next one begin when all programs have arrived.
     """
     if EARLY:
         gdc_wait()
@@ -318,24 +286,6 @@ def _choose_pages(
             tl.atomic_xchg(arrived + of_row, 0, sem="release")
 
 
-def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
-    """Update the extremes of the pages of ``slots``, in all layers, from their keys. Does not wait for the device.
-
-    Args:
-        key_table: int64 [layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        slots: int64 [tokens], at least one.
-        extremes: [layers, pages, kv_heads, 2, dim], dtype of the keys: minimum and maximum of each channel.
-        page: Tokens of a page.
-    """
-    layers, pages, heads, _, dim = extremes.shape
-    columns = min(COLUMNS, triton.next_power_of_2(heads * dim))
-    _bound_pages[(len(slots), layers, triton.cdiv(heads * dim, columns))](
-        key_table, like, slots, extremes, len(slots), pages, like.stride(0), like.stride(1), HEADS=heads, DIM=dim,
-        PAGE=page, COLUMNS=columns,
-    )  # fmt: skip
-
-
 def _width(pages: int) -> int:
     """Bounds of a head, padded so that loads are vectorized."""
     return -(-pages // 16) * 16
@@ -346,32 +296,8 @@ def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
     return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
 
 
-class PageTables(Protocol):
-    """Which rows begin with pointers, and their pages: what kernels read of ``PagePointerLayout``
-    (mem_cache/compressed/layouts/pointers.py), which describes the attributes."""
-
-    @property
-    def counts(self) -> torch.Tensor: ...
-    @property
-    def pages(self) -> torch.Tensor: ...
-    @property
-    def selected_at(self) -> torch.Tensor: ...
-    @property
-    def finished_parts(self) -> torch.Tensor: ...
-    @property
-    def page_bounds(self) -> torch.Tensor: ...
-    @property
-    def page(self) -> int: ...
-    @property
-    def every(self) -> int: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def newest(self) -> int: ...
-
-
 def point_at_best_pages(
-    begins: PageTables,
+    begins: PagePointerLayout,
     layer: int,
     queries: torch.Tensor,
     cells: torch.Tensor,
@@ -385,19 +311,13 @@ def point_at_best_pages(
     Reads no device memory on the host, and ``begins`` always at the same addresses, so CUDA graphs may capture it. Rows without pointers,
     and rows that are not due for a selection, stay unchanged.
 
-    Args:
-        begins: Page pointer layout: which rows begin with pointers, and their numbers of pages.
-        layer: Layer index, from 0.
-        queries: [requests, query_heads, dim].
-        cells: A layer's keys as pointers, int32 [slots, kv_heads, pointers].
-        token_table: int32 [2 * rows, width]. The first half has the contexts, with whole pages. The second half has, at the same index,
-            the slots that hold their pointers.
-        rows, lengths: int64 [requests], rows of the table, each at most once except rows without pointers, and slots of each.
-        cut: Division into programs.
+    ``begins``: which rows begin with pointers, and their numbers of pages. ``queries``: [requests, query_heads, dim]. ``cells``: a layer's keys as
+    pointers, int32 [slots, kv_heads, pointers]. ``token_table``: int32 [2 * rows, width]; the first half has the contexts, with whole pages, the
+    second half, at the same index, the slots that hold their pointers. ``rows``, ``lengths``: int64 [requests], rows of the table, each at most
+    once except rows without pointers, and slots of each. ``cut``: division into programs.
 
-    Returns:
-        The bounds: float32 [requests, kv_heads, at least pages], valid where a selection was due. A caller that launches work before the
-            selection has ended must keep this tensor until then, because the selection uses its memory.
+    Returns the bounds: float32 [requests, kv_heads, at least pages], valid where a selection was due. A caller that launches work before the
+    selection has ended must keep this tensor until then, because the selection uses its memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     extremes, padded = begins.page_bounds[layer], triton.next_power_of_2(dim)

@@ -1,10 +1,8 @@
 """Kernels that send rows of K and V from a cache rank to an inference rank on another GPU. Selected rows that the compressed KV lacks
 replace rows that it no longer needs. mem_cache/compressed/row_exchange.py does the same in PyTorch.
 
-- On the cache rank, :func:`exchange` finds arriving and leaving rows among the marked tokens. :func:`push_rows` writes K, V and their
-  targets to the exchange buffer.
-- On the inference rank, :func:`commit_rows` copies the rows to the slots of the compressed KV if the reply is applied, and updates its
-  record. :func:`move_newest` copies the newest rows when the compressed KV is refreshed.
+The cache rank finds arriving and leaving rows among the marked tokens (:func:`exchange`) and writes them to the exchange buffer
+(:func:`push_rows`). The inference rank applies them (:func:`commit_rows`), and copies the newest rows at a refresh (:func:`move_newest`).
 
 A *move* is an index in the compressed KV and the position of the token whose row is stored there. In an exchange buffer, a *pair* is a
 layer and a KV head, counted layer by layer. In marks, a pair is a layer and a request (key_scores.py:load_pair).
@@ -35,10 +33,7 @@ def _exchange(
     requests, pitches, chunks, table_row, most, fresh, held_row, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Find the arriving tokens of a KV head of a context, their slots, and the indices that they take. Marks of staying tokens are cleared.
-
-    ``coming``, ``bits`` and ``going`` are scratch: candidate tokens, bits of their scores if not all fit, and indices of leaving rows.
-    """
+    """Find the arriving tokens of a KV head of a context, their slots, and the indices that they take. Marks of staying tokens are cleared."""
     head, pair = tl.program_id(0), tl.program_id(1)
     layer, mine, at, length = load_pair(numbers, pair, first_layer, first_request, requests)
     keep, of_head, pitch = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64), pitches.to(tl.int64) * PITCH
@@ -163,10 +158,8 @@ def _push_rows(
 class GpuRowExchange(NamedTuple):
     """Arriving rows, and the indices of compressed KV that they take, as in mem_cache/compressed/row_exchange.py:plan_exchange.
 
-    Attributes:
-        counts: int32 [layers, requests, kv_heads], number of arriving tokens.
-        moves: int32 [layers, requests, kv_heads, fresh, 2], indices and positions, ascending by position.
-        slots: int32 [layers, requests, kv_heads, fresh], slots of these tokens at the rank.
+    int32 [layers, requests, kv_heads, ...]: ``counts`` of arriving tokens; ``moves``, [fresh, 2], indices and positions, ascending by position;
+    ``slots``, [fresh], of these tokens at the rank.
     """
 
     counts: torch.Tensor
@@ -175,14 +168,11 @@ class GpuRowExchange(NamedTuple):
 
 
 def exchange(marked: MarkedTokens, held: torch.Tensor, most: int, fresh: int) -> GpuRowExchange:
-    """Find the arriving rows among marked tokens. Clears the marks.
+    """Find the arriving rows among ``marked`` tokens of some requests in some layers. Clears the marks.
 
-    Args:
-        marked: Marked tokens of some requests in some layers.
-        held: int32 [all requests, numbers], result of MappedExchangeBuffer.records. For a request, the first [all layers, kv_heads, keep]
-            are the positions that its compressed KV holds. An index with a position outside the context is a leaving one.
-        most: Maximum tokens that a head keeps.
-        fresh: Maximum arriving tokens of a head; if there are more, those of the highest scores arrive.
+    ``held``: int32 [all requests, numbers], result of MappedExchangeBuffer.records. For a request, the first [all layers, kv_heads, keep] are the
+    positions that its compressed KV holds. An index with a position outside the context is a leaving one. ``most``: maximum tokens that a head
+    keeps. ``fresh``: maximum arriving tokens of a head; if there are more, those of the highest scores arrive.
     """
     contexts, heads, (_, _, requests, pitches), device = marked.contexts, marked.tables[1].shape[1], marked.where, held.device
     sizes, chunks = (marked.pairs // requests, requests, heads), triton.cdiv(marked.longest, CHUNK)
@@ -205,12 +195,9 @@ def push_rows(
 ) -> None:  # fmt: skip
     """Write moves of some requests in some layers, and K and V of their tokens, to an exchange buffer.
 
-    Args:
-        tables: int64 [all layers] each, addresses of the layers' key and value buffers.
-        like: A key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        comes: Result of :func:`exchange`, from ``first_layer`` and ``first_request`` on.
-        asked, there: As in exchange_kernels.py:push_chosen.
-        targets: Addresses of the exchange buffer's counts, moves, keys and values, for its first lane.
+    ``tables``: int64 [all layers] each, addresses of the layers' key and value buffers. ``like``: a key buffer, [slots, kv_heads, dim]; all have its
+    shape, strides and dtype. ``comes``: result of :func:`exchange`, from ``first_layer`` and ``first_request`` on. ``asked``, ``there``: as in
+    exchange_kernels.py:push_chosen. ``targets``: addresses of the exchange buffer's counts, moves, keys and values, for its first lane.
     """
     layers, requests, heads, fresh = comes.slots.shape
     all_heads, dim = layers * requests * heads, like.shape[2]
@@ -278,14 +265,10 @@ def commit_rows(
 ) -> None:  # fmt: skip
     """Write received rows to the compressed KV of each request whose reply has arrived. The others stay unchanged.
 
-    Args:
-        arrived: Regions of the exchange buffer, by lane: counts, moves, keys and values (managers/cache_rank/protocol.py:ExchangeLayout).
-        hits: Result of exchange_kernels.py:wait_for_selections.
-        numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
-        records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each compressed KV holds; updated.
-        counters: int64 counters, of which the one of applied rows is incremented.
-        tables, like: As in :func:`push_rows`.
-        targets: int64, slots of the compressed KV of all requests, concatenated.
+    ``arrived``: regions of the exchange buffer, by lane: counts, moves, keys and values (managers/cache_rank/protocol.py:ExchangeLayout). ``hits``:
+    result of exchange_kernels.py:wait_for_selections. ``numbers``: int64 [requests, :data:`COMMIT_NUMBERS`]. ``records``: int64 [requests],
+    addresses of int32 [layers, kv_heads, keep], the positions that each compressed KV holds; updated. ``counters``: int64, of which the one of
+    applied rows is incremented. ``tables``, ``like``: as in :func:`push_rows`. ``targets``: int64, slots of the compressed KV of all requests.
     """
     heads, dim = like.shape[1:]
     fresh = arrived[1].shape[2]
@@ -301,11 +284,8 @@ def move_newest(
 ) -> None:  # fmt: skip
     """Copy rows of tokens to indices of a compressed KV, which differ from head to head.
 
-    Args:
-        tables: As in :func:`push_rows`.
-        keys, values: A layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
-        places: int64 [layers, kv_heads, count], target indices.
-        sources, targets: int64, slots of the ``count`` tokens, and of the compressed KV.
+    ``tables``: as in :func:`push_rows`. ``keys``, ``values``: a layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
+    ``places``: int64 [layers, kv_heads, count], target indices. ``sources``, ``targets``: int64, slots of the tokens, and of the compressed KV.
     """
     layers, heads, count = places.shape
     dim = keys.shape[2]

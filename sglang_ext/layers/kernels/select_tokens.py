@@ -1,17 +1,11 @@
 """Selects the tokens of full KV that each KV head needs for the queries of its query heads, for several requests and layers at once.
 
 The score of a token is the softmax attention of the queries to it, mean over the query heads of its KV head (AsyncSpade, section 4.3).
-The first and the newest tokens are always selected. Keys are read once. Three kernels run:
+The first and the newest tokens are always selected. Of equal scores, earlier tokens are selected first.
 
-1. Compute the logits, and normalizers of each chunk of the context (key_scores.py).
-2. Mark the tokens with the highest scores.
-3. Write the marked tokens.
-
-Of equal scores, earlier tokens are selected first.
-
-The second kernel handles a context of a KV head in a program, which computes scores from the logits and keeps them in registers. It finds
-the lowest selected score by bisecting the range of its bits, and marks the tokens above it. Scores of a context too long for registers
-are stored in memory. They are read once for each subdivision of the range into eighths.
+Keys are read once, for the logits and the normalizers of each chunk of the context (key_scores.py). A second kernel marks the tokens with
+the highest scores: a program bisects the bits of the lowest selected score of a context of a KV head. It keeps scores in registers, or if
+the context is too long in memory, read once for each subdivision of the range into eighths. A third kernel writes the marked tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -65,9 +59,7 @@ def score_bit_patterns(
     logits, normalizers, of_head, pitch, token, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the bits of the mean attention to TOKENS tokens of a context; their order is that of the scores. The first and newest tokens
-    get infinity's bits, tokens beyond the end -1.
-    """
+    """Bits of the mean attention to TOKENS tokens, in the scores' order; first and newest: infinity's bits; beyond the end: -1."""
     score = tl.zeros((TOKENS,), tl.float32)
     for row in tl.static_range(GROUP):
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
@@ -261,15 +253,10 @@ def kernel_lengths(longest: int) -> tuple[int, ...]:
 
 
 def compile_ahead(like: torch.Tensor, query_heads: int, always: tuple[int, int], longest: int) -> None:
-    """Compile the selection kernels for the current device in parallel, before the first context of each length.
+    """Compile the selection kernels for the current device in parallel, before the first context of each length, up to ``longest`` tokens.
 
-    A compilation takes seconds if it is not cached on this machine. A failed compilation is repeated, and raises, at the first use.
-
-    Args:
-        like: A key buffer, as in :func:`mark_tokens`.
-        query_heads: Query heads of a layer.
-        always: See :attr:`SelectionContexts.always`.
-        longest: Tokens of the longest context.
+    A compilation takes seconds if it is not cached on this machine. A failed compilation is repeated, and raises, at the first use. ``like``: a
+    key buffer, as in :func:`mark_tokens`. ``always``: see :attr:`SelectionContexts.always`.
     """
     heads, lengths = like.shape[1], kernel_lengths(longest)
     with ThreadPoolExecutor(len(lengths)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
@@ -300,7 +287,8 @@ class MarkedTokens:
     Attributes:
         contexts: Contexts of all requests.
         tables: int64 [all layers], addresses of the layers' key buffers; and one of these buffers, [slots, kv_heads, head_dim].
-        where, pairs: As in ``LogitsRequest``.
+        where: First layer, first request, number of requests, and units of PITCH in a row of logits.
+        pairs: Pairs of a layer and a request.
         group: Query heads that share a KV head.
         logit_buffers: Logits, and maxima and sums of each chunk.
         marks: One bit per token, 32 to a word.
@@ -347,15 +335,10 @@ def mark_tokens(
 ) -> MarkedTokens:
     """Select tokens for some requests in some layers, without waiting for the device.
 
-    Args:
-        queries: float32 [requests, layers, query_heads, head_dim], of the given requests and layers, one per head; rotary embedding
-            applied.
-        key_table: int64 [all layers], addresses of the layers' key buffers.
-        like: A key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
-        scalings: float32 [all layers], factors on query-key products.
-        contexts: Contexts of all requests.
-        layers, requests: The layers and requests to select for.
-        coded: The same keys, quantized, read instead of the buffers; None to read the buffers.
+    ``queries``: float32 [requests, layers, query_heads, head_dim], of the given requests and layers, one per head; rotary embedding applied.
+    ``key_table``: int64 [all layers], addresses of the layers' key buffers. ``like``: one of them, [slots, kv_heads, head_dim]; all have its shape,
+    strides and dtype. ``scalings``: float32 [all layers], factors on query-key products. ``contexts``: of all requests. ``coded``: the same keys,
+    quantized, read instead of the buffers; None to read the buffers.
 
     Raises:
         OptionError: No tiles of such heads fit the GPU.
@@ -370,7 +353,7 @@ def mark_tokens(
     scores = None if longest <= RESIDENT else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
     marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
     where, left = (layers.start, requests.start, count, pitches), (logits, tops, masses)
-    asked = LogitsRequest((scalings, table, contexts.numbers, *left), where, chunks, pairs, table.stride(0))
+    asked = LogitsRequest(chunks, pairs, (scalings, table, contexts.numbers, *left, *where, chunks, table.stride(0)))
     if coded is None:
         compute_exact_logits(queries.to(like.dtype), key_table, like, asked)
     else:

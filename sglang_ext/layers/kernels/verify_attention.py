@@ -19,13 +19,10 @@ from sglang_ext.layers.kernels.gpu_launch import halvings, launch_first_fitting,
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """Sizes of one program's matrix products.
+    """Sizes of one program's matrix products, of rows 0 or powers of 2 of at least 16.
 
-    Attributes:
-        rows: Rows of the first product, a power of 2 of at least 16.
-        more_rows: Rows of a second product over the same keys, 0 or a power of 2 of at least 16.
-        tokens: Context tokens per step.
-        warps, stages: Warps of a program, and pipeline stages of the loads of keys and values.
+    ``rows``: of the first product. ``more_rows``: of a second product over the same keys. ``tokens``: context tokens per step. ``warps``,
+    ``stages``: warps of a program, and pipeline stages of the loads of keys and values.
     """
 
     rows: int
@@ -66,9 +63,7 @@ def tile_choices(blocks: VerifyTile) -> tuple[VerifyTile, ...]:
 class ContextSplits:
     """Number of splits of each row's context.
 
-    Attributes:
-        max_splits: Maximum number of splits, that of the longest context.
-        tile: Tokens of a split. 0 means :attr:`max_splits` splits for every length.
+    ``max_splits``: that of the longest context. ``tile``: tokens of a split. 0 means ``max_splits`` splits for every length.
     """
 
     max_splits: int
@@ -85,12 +80,9 @@ class ContextSplits:
 class VerifyTokens:
     """The new tokens of each request of a batch.
 
-    Attributes:
-        rows, prefixes: int64 [requests], rows of the token table, and tokens before the new ones.
-        starts: int64 [requests + 1], index of each request's first new token among all new tokens.
-        counts: New tokens of each request, on the host.
-        ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
-        parts: int32 [tokens], number of splits of each new token's context.
+    ``rows``, ``prefixes``: int64 [requests], rows of the token table, and tokens before the new ones. ``starts``: int64 [requests + 1], index of each
+    request's first new token among all. ``counts``: new tokens of each request, on the host. ``ends``: int64 [tokens + 1], running sum of the tokens
+    that each new token attends to, from 0. ``parts``: int32 [tokens], number of splits of each new token's context.
     """
 
     rows: torch.Tensor
@@ -109,10 +101,9 @@ def partial_numbers(query_heads: int, value_dim: int, splits: ContextSplits) -> 
 def partial_buffers(
     workspace: torch.Tensor, query_heads: int, value_dim: int, splits: ContextSplits
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers for the partial outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
+    """Buffers for the partial results of as many tokens as fit in ``workspace``, float32 [numbers].
 
-    Returns:
-        float32 [tokens, query_heads, splits, value_dim], and the same shape without the last dimension.
+    Returns outputs, float32 [tokens, query_heads, splits, value_dim], and log-sums, the same shape without the last dimension.
     """
     tokens = len(workspace) // partial_numbers(query_heads, value_dim, splits)
     shape = (tokens, query_heads, splits.max_splits)
@@ -270,19 +261,12 @@ def verify_attention(
     scaling: float,
     cap: float = 0.0,
 ) -> None:
-    """Write causal attention of the new tokens over their requests' rows of the table into ``out``.
+    """Write causal attention of the new tokens over their requests' rows of the table into ``out``, [tokens, query_heads, value_dim].
 
-    Args:
-        queries: [tokens, query_heads, key_dim].
-        keys, values: The pool's buffers, [slots, kv_heads, key_dim or value_dim]. They already contain the new tokens.
-        out: [tokens, query_heads, value_dim].
-        token_table: int32 [rows, width], slots of each request's tokens.
-        tokens, splits: The new tokens of each request, and how contexts are split.
-        blocks: Sizes of the matrix products; smaller ones are used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic
-            of SGLang's decode kernel.
-        buffers: From :func:`partial_buffers`. Requests that do not fit at the same time are computed group by group.
-        scaling: Factor on query-key products.
-        cap: Bound of the tanh (logit cap) on the products, 0 for none.
+    ``queries``: [tokens, query_heads, key_dim]. ``keys``, ``values``: the pool's buffers, [slots, kv_heads, key_dim or value_dim], which contain the
+    new tokens. ``token_table``: int32 [rows, width], slots of each request's tokens. ``blocks``: sizes of the matrix products; smaller ones are
+    used if the GPU has too little shared memory. :data:`EXACT` has the arithmetic of SGLang's decode kernel. ``buffers``: from
+    :func:`partial_buffers`; requests that do not fit at the same time are computed group by group. ``cap``: bound of the tanh (logit cap), or 0.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.

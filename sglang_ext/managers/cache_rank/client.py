@@ -1,9 +1,7 @@
 """Inference-side client of the cache ranks (AsyncSpade): the requests at the ranks, their keys, and counts of selections.
 
-A client works in three phases:
-
-1. Publish: after the queries of a step are computed, it writes those of the requests that are due for a new selection to the exchange
-   buffer. It also sends KV blocks that the rank lacks, as staging slots become free.
+1. Publish: after the queries of a step are computed, the client writes those of the requests that are due for a new selection to the
+   exchange buffer. It also sends KV blocks that the rank lacks, as staging slots become free.
 2. Select: the cache rank scores its keys and writes the selected positions to the exchange buffer.
 3. Apply: a later step waits for the selection, up to a limit, and points the compressed KV to the selected tokens. If the selection is
    late, the request keeps its previous one.
@@ -26,9 +24,9 @@ from contextlib import suppress
 
 import torch
 
-from sglang_ext.managers.cache_rank.exchange_buffer import SelectionTarget
-from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, PendingSelection, RankRequest, RowRecord, block_hashes
-from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull, RankRequest, RowRecord, block_hashes
+from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
 from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector, CompressedKVSource, FreeBlocks
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -44,7 +42,7 @@ WAIT_SECONDS = 0.02
 
 
 class CacheRankClient(AsyncSelector):
-    """Client of one inference rank; each request is at one of the ranks.
+    """Client of one inference rank; each request is at one of the ranks. For methods without a docstring see :class:`AsyncSelector`.
 
     Args:
         method: Compression method of all requests, with the compressor spade.
@@ -56,7 +54,6 @@ class CacheRankClient(AsyncSelector):
         taken: Number of applied selections; one covers all layers of a request.
         waited: Seconds that steps have waited.
         rows: Received and applied rows of K and V, each of one layer and KV head.
-        sends_rows: See :class:`AsyncSelector`.
     """
 
     in_place = True
@@ -87,7 +84,6 @@ class CacheRankClient(AsyncSelector):
 
     @property
     def processes(self) -> tuple[int, int]:
-        """See :attr:`AsyncSelector.processes`."""
         return self.ready, self.starts
 
     @property
@@ -114,16 +110,14 @@ class CacheRankClient(AsyncSelector):
         return [self._leases[link] for link in ready]
 
     def free_blocks(self) -> FreeBlocks:
-        """See :meth:`AsyncSelector.free_blocks`."""
         leases = self._current_leases()
         return FreeBlocks([each.free_blocks for each in leases], BLOCK, [each.free_lanes for each in leases])
 
     def has_request(self, row: int) -> bool:
-        """See :meth:`AsyncSelector.has_request`."""
         return self._served_request(row) is not None
 
     def _served_request(self, row: int) -> RankRequest | None:
-        """The request in ``row`` if it is at a rank that has not been lost."""
+        """Return the request in ``row`` if it is at a rank that has not been lost."""
         request = self._requests.get(row)
         return None if request is None or request.has_lost_rank else request
 
@@ -174,29 +168,18 @@ class CacheRankClient(AsyncSelector):
         return None
 
     def _open_request(self, compressed_kv: CompressedKVSource, row: int) -> RankRequest:
-        """Return the request in ``row``, at another rank if its rank was lost.
+        """Return the request in ``row``. If it is at no rank, or its rank was lost, open a lease at the rank with the most free blocks.
 
         Raises:
             RankUnavailable: No rank is ready, the rank accepts no messages, or the request is lost.
             MemoryFull: No lane is free.
         """
-        request = self._requests.get(row)
-        if request is not None and request.has_lost_rank:
-            if request.is_remote_only:
-                raise RankUnavailable(request.leases.link.down_reason)
-            del self._requests[row]
-            request = None
-        if request is None:
-            request = self._requests[row] = self._open_lease(compressed_kv, row)
-        return request
-
-    def _open_lease(self, compressed_kv: CompressedKVSource, row: int) -> RankRequest:
-        """Open a lease at the rank with the most free blocks, preferring ranks with a free lane.
-
-        Raises:
-            RankUnavailable: No rank is ready, or the rank accepts no messages.
-            MemoryFull: No lane is free.
-        """
+        if self.is_lost(row):
+            raise RankUnavailable(self._requests[row].leases.link.down_reason)
+        request = self._served_request(row)
+        if request is not None:
+            return request
+        self._requests.pop(row, None)
         leases = max(self._current_leases(), key=lambda each: (each.free_lanes > 0, each.free_blocks), default=None)
         if leases is None:
             raise RankUnavailable(self.links[0].down_reason)
@@ -204,31 +187,49 @@ class CacheRankClient(AsyncSelector):
         if namespace is not None:
             # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
             request.names = block_hashes(namespace, compressed_kv.prompt_of(row))
+        self._requests[row] = request
         return request
 
-    def _target(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, pending: PendingSelection) -> SelectionTarget:
-        """The part of a request's compressed KV that applies the selection of a pack."""
-        exchange_buffer, compressed, record = request.leases.link.exchange_buffer, compressed_kv.get(row), self._records.get(row)
+    def _build_request(
+        self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, end: int, selected_for: int
+    ) -> tuple[QueryUpload, SelectionRequest] | None:
+        """Return a selection request of a pack with the queries before position ``end``, for the token at another position. None if there are
+        no queries, or no record of rows."""
+        compressed, exchange_buffer, record = compressed_kv.get(row), request.leases.link.exchange_buffer, self._records.get(row)
+        places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
+        if not places or (self.sends_rows and record is None):
+            return None
+        request.sequences[pack.first] += 1
+        sequence, held = request.sequences[pack.first], None if record is None else record.positions[pack.layers]
+        entry, word = exchange_buffer.shape.entry(request.lane, pack.first), exchange_buffer.word(sequence)
+        message = SelectionRequest(
+            request.lane, *pack, sequence, compressed.covered, compressed.own_tokens, tuple(positions), ahead=selected_for - positions[-1]
+        )
+        return QueryUpload(places, entry, word, held, pack.layers), message
+
+    def _take_target(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack) -> SelectionTarget | None:
+        """End a pack's open selection request, and return what applies its selection. None if there is no such request, or if it does not match
+        the compressed KV any more."""
+        pending, compressed, record = request.pending.pop(pack.first, None), compressed_kv.get(row), self._records.get(row)
+        if pending is None or request.has_lost_rank or (pending.covered, pending.keep) != (compressed.covered, compressed.own_tokens):
+            return None
+        exchange_buffer = request.leases.link.exchange_buffer
         entry, word = exchange_buffer.shape.entry(request.lane, pack.first), exchange_buffer.word(pending.sequence)
         slots, positions = compressed.own[compressed.sinks :], None if record is None else record.positions[pack.layers]
         return SelectionTarget(entry, word, row, pending.covered, pending.keep, slots, positions)
 
     def flush(self, row: int) -> None:
-        """See :meth:`AsyncSelector.flush`."""
         if row in self._requests:
             self._requests[row].pending.clear()
 
     def flush_all(self) -> None:
-        """See :meth:`AsyncSelector.flush_all`."""
         for row in self._requests:
             self.flush(row)
 
     def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
-        """See :meth:`AsyncSelector.on_compressed`."""
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
 
     def extend(self, row: int, slots: torch.Tensor) -> bool:
-        """See :meth:`AsyncSelector.extend`."""
         request = self._served_request(row)
         if request is None:
             return False
@@ -247,24 +248,20 @@ class CacheRankClient(AsyncSelector):
         request.leases.link.exchange_buffer.publish(self._queries.pool, [])
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
-        """See :meth:`AsyncSelector.plan_refresh`."""
         before = self._records[row]
         positions, coming = plan_refresh(before.positions, before.covered, covered, keep, self._method.compressor.recent)
         self._records[row] = RowRecord(positions, covered)
         return coming
 
     def num_held_tokens(self, row: int) -> int:
-        """See :meth:`AsyncSelector.num_held_tokens`."""
         request = self._served_request(row)
         return 0 if request is None or row not in self._records else request.held
 
     def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
-        """See :meth:`AsyncSelector.on_slots_freed`."""
         if is_remote_only and row in self._requests:
             self._requests[row].is_remote_only = True
 
     def is_lost(self, row: int) -> bool:
-        """See :meth:`AsyncSelector.is_lost`."""
         request = self._requests.get(row)
         return request is not None and request.is_remote_only and request.has_lost_rank
 
@@ -282,12 +279,9 @@ class CacheRankClient(AsyncSelector):
                 request.leases.close(request)
 
     def forget_all(self) -> None:
-        """See :meth:`AsyncSelector.forget_all`."""
         self.flush_all()
-        self._records.clear()
-        self._last_due_step.clear()
-        for row in list(self._requests):
-            self._close_lease(row)
+        for row in {*self._requests, *self._records, *self._last_due_step}:
+            self.forget(row)
 
     def end(self) -> None:
         """End all rank processes."""

@@ -5,40 +5,33 @@ shared memory, whose descriptor the rank's process inherits, and PyTorch does th
 (layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
 process is not accepted as a reply.
 
-On a GPU a selection request covers all layers. On a CPU it may cover a *pack* of layers, with its own words (:class:`PackRegion`).
+On a GPU a selection request covers all layers. On a CPU it may cover a *pack* of layers, with its own words (:meth:`BufferShape.entry`).
 
 If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange.py) for the selected tokens that
 the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows. The client copies the record
 to the buffer when it publishes a selection request. A record changes when a selection is applied and when the request's compressed KV is
 refreshed. After such a change, replies to older selection requests are not applied: the host expects only the newest reply, and the device
-publishes the next request after it.
+publishes the next request after it. A late rank may read a record that is partly newer, but the device does not apply its reply.
 
-This design has these consequences:
-
-- The rank does not have to know which of its replies were applied. A late or missing reply costs only its rows.
-
-- A restarted process begins with the positions that the compressed KV holds.
-
-- A lane has only one slot for a record and one slot for rows, because the device reads only the rows of the newest selection request.
-
-- A late rank may read a record that is partly newer, but the device does not apply its reply.
-
-- The rank sends the rows with the highest scores if not all rows fit. The compressed KV always matches its record, but may hold tokens of
-  older selections.
+So the rank does not have to know which of its replies were applied. A late or missing reply costs only its rows. A restarted process
+begins with the positions that the compressed KV holds. A lane has only one slot for a record and one slot for rows, because the device
+reads only the rows of the newest selection request. The rank sends the rows with the highest scores if not all rows fit. The compressed KV
+always matches its record, but may hold tokens of older selections.
 """
 
+import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.protocol import CHOSEN, DONE, BufferShape, ExchangeLayout, PackRegion, StagedTokens, epoch_word
+from sglang_ext.managers.cache_rank.protocol import CHOSEN, DONE, BufferShape, ExchangeLayout, StagedTokens, epoch_word
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 
@@ -72,11 +65,7 @@ def _allocate_on_gpu(size: int, device: torch.device) -> tuple[torch.Tensor, byt
 
 
 def _allocate_on_host(size: int) -> tuple[torch.Tensor, int]:
-    """Allocate anonymous shared memory, whose pages use no memory until they are written: uint8 [size], and its descriptor.
-
-    Raises:
-        ExchangeBufferError: The system refuses the size.
-    """
+    """Allocate anonymous shared memory, whose pages use no memory until they are written: uint8 [size], and its descriptor."""
     descriptor = os.memfd_create("kv-exchange", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
@@ -112,9 +101,7 @@ class SelectionTarget(NamedTuple):
 
     Attributes:
         lane, word: Those of the :class:`QueryUpload`.
-        row: Row in the token table.
-        covered: Covered tokens.
-        keep: Kept tokens per head.
+        row, covered, keep: Row in the token table, covered tokens, and kept tokens per head.
         slots: Slots of the compressed KV.
         record: With rows, its record in the pack's layers, int32 [layers, kv_heads, keep].
     """
@@ -129,14 +116,10 @@ class SelectionTarget(NamedTuple):
 
 
 class ExchangeBuffer:
-    """The inference rank's access to the exchange buffer in its memory. All operations are ordered on the current stream.
-
-    Args:
-        shape: Sizes of the rank.
-        device: Device of the inference rank.
-        rank_device: Device of the cache rank, as PyTorch names it.
+    """The inference rank's access to the exchange buffer in its memory, on ``device``. All operations are ordered on the current stream.
 
     Attributes:
+        rank_device: Device of the cache rank, as PyTorch names it.
         handle: CUDA IPC handle; empty on a CPU.
         descriptor: Descriptor of the shared memory; None on a GPU.
         regions: Views of the regions of :class:`~.protocol.ExchangeLayout`, in order.
@@ -144,13 +127,13 @@ class ExchangeBuffer:
         counters: int64 [5], :data:`COUNTERS`, on the device.
 
     Raises:
-        ExchangeBufferError: The cache rank's GPU cannot read this GPU's memory.
+        ExchangeBufferError: The cache rank's GPU cannot read this GPU's memory, or the system refuses so much shared memory.
     """
 
     def __init__(self, shape: BufferShape, device: torch.device, rank_device: str):
         self.shape, self.rank_device, self.device = shape, rank_device, device
         self._epoch, self.number, self._announced, self._by_kernels = 0, 0, 0, device.type == "cuda"
-        layout, self.handle, self.descriptor = ExchangeLayout.from_shape(shape), b"", None
+        layout, self.handle, self.descriptor = ExchangeLayout(shape), b"", None
         if self._by_kernels:
             check_peer_access(device, torch.device(rank_device))
             memory, self.handle = _allocate_on_gpu(layout.size, device)
@@ -174,10 +157,6 @@ class ExchangeBuffer:
     def word(self, number: int) -> int:
         """Return the word of a number in the running process's epoch."""
         return epoch_word(self._epoch, number)
-
-    def next_sequence(self, lane: int, first: int) -> int:
-        """Return the sequence of a pack's next selection request, one more than the last published one. On a CPU only."""
-        return int(self.heads[self.shape.entry(lane, first), :DONE].max()) - self.word(0) + 1
 
     def put_keys(self, puts: Sequence[StagedTokens], buffers: KVBuffers, slots: torch.Tensor) -> int:
         """Copy the keys at pool ``slots``, int64 [tokens], and with rows their values, to staging slots. Return the number of this write.
@@ -206,22 +185,21 @@ class ExchangeBuffer:
     def publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload]) -> None:
         """Write the queries of selection requests whose slots are free, and announce them and all earlier writes, if there are any.
 
-        Args:
-            pool: Pool of queries, [layers, places, query_heads, dim].
-            selection_requests: Selection requests, one per lane.
+        ``pool``: pool of queries, [layers, places, query_heads, dim]. ``selection_requests``: one per lane.
         """
         if not selection_requests and self.number == self._announced:
             return
-        recorded, places = [each for each in selection_requests if each.record is not None], []
-        for each in recorded:
-            at = PackRegion.from_entry(self.shape, each.lane)
-            places.append(self.records[at.lane, at.numbers : at.numbers + each.record.numel()])
+        recorded = [each for each in selection_requests if each.record is not None]
         if recorded:
+            places = [self.records[self.shape.numbers(each.lane, each.record.numel())] for each in recorded]
             torch._foreach_copy_(places, [each.record.flatten() for each in recorded])
-        groups = [list(group) for _, group in groupby(sorted(selection_requests, key=_num_queries), key=_num_queries)]
-        for group in groups or [[]]:
+        by_count: dict[int, list[QueryUpload]] = {}
+        for each in selection_requests:
+            by_count.setdefault(len(each.places), []).append(each)
+        groups = [*by_count.values()] or [[]]
+        for group in groups:
             # Announce the number only with the last group.
-            self._announced = self.number if not groups or group is groups[-1] else self._announced
+            self._announced = self.number if group is groups[-1] else self._announced
             self._publish(pool, group, self.word(self._announced))
 
     def _publish(self, pool: torch.Tensor, selection_requests: Sequence[QueryUpload], written: int) -> None:
@@ -245,14 +223,11 @@ class ExchangeBuffer:
 
     def apply_selections(self, copies: Sequence[SelectionTarget], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
         """Apply the selections that arrive within ``seconds`` in total: write pointers, or with rows the received rows."""
-        device, first, numbers = self.heads.device, 0, []
-        for copy in copies:
-            numbers.append([*copy[:5], first])
-            first += len(copy.slots)
         if self._by_kernels:
             from sglang_ext.layers.kernels.exchange_kernels import wait_for_selections, write_selected_pointers
 
-            there = to_device(numbers, device)
+            device, firsts = self.heads.device, accumulate((len(copy.slots) for copy in copies), initial=0)
+            there = to_device([[*copy[:5], first] for copy, first in zip(copies, firsts)], device)
             hits, most = wait_for_selections(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
             targets = torch.cat([copy.slots for copy in copies])
             if self.shape.rows:
@@ -293,17 +268,16 @@ class ExchangeBuffer:
     def read_selection(self, copy: SelectionTarget, layers: int) -> torch.Tensor | None:
         """Return the selected positions of a pack of ``layers`` layers: int64 [layers, kv_heads, keep]; None if one is not among the
         covered tokens. On a CPU only."""
-        at, heads = PackRegion.from_entry(self.shape, copy.lane), self.shape.kv_heads
-        count = layers * heads * copy.keep
-        kept = self.chosen[at.lane, copy.word % 2, at.numbers : at.numbers + count].view(layers, heads, copy.keep).long()
+        sizes = layers, self.shape.kv_heads, copy.keep
+        lane, numbers = self.shape.numbers(copy.lane, math.prod(sizes))
+        kept = self.chosen[lane, copy.word % 2, numbers].view(sizes).long()
         return kept if int(kept.min()) >= 0 and int(kept.max()) < copy.covered else None
 
     def commit_rows(self, copy: SelectionTarget, buffers: KVBuffers) -> int:
         """Store the received rows of a pack, whose layers ``buffers`` has, in a compressed KV, and update its record. Return their number.
         On a CPU only."""
-        at, heads = PackRegion.from_entry(self.shape, copy.lane), self.shape.kv_heads
-        pairs = slice(at.pairs, at.pairs + len(buffers.keys) * heads)
-        counts, moves, *rows = (part[at.lane, pairs] for part in self.arrived)
+        pairs, heads = self.shape.pairs(copy.lane, len(buffers.keys)), self.shape.kv_heads
+        counts, moves, *rows = (part[pairs] for part in self.arrived)
         place, token = moves.long().unbind(-1)
         inside = torch.arange(self.shape.fresh) < counts[:, None]
         inside &= (place >= 0) & (place < copy.keep) & (token >= 0) & (token < copy.covered)
@@ -318,16 +292,8 @@ class ExchangeBuffer:
         return len(pair)
 
 
-def _num_queries(selection_request: QueryUpload) -> int:
-    return len(selection_request.places)
-
-
 def check_peer_access(device: torch.device, other: torch.device) -> None:
-    """Refuse two GPUs if ``other`` cannot read the memory of ``device``.
-
-    Raises:
-        ExchangeBufferError: Names both.
-    """
+    """Raise :class:`ExchangeBufferError` if the GPU ``other`` cannot read the memory of ``device``."""
     if device != other and not torch.cuda.can_device_access_peer(other.index, device.index):
         raise ExchangeBufferError(
             f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks requires: choose GPUs "

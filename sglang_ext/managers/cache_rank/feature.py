@@ -9,8 +9,9 @@ import math
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,24 +19,15 @@ import torch
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import OptionError
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import MISSES, CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.layerwise_client import LayerwiseClient, PackTimeline
-from sglang_ext.managers.cache_rank.protocol import (
-    BLOCK,
-    MAX_LANES,
-    MAX_PLACES,
-    MOST_BLOCKS,
-    VERSION,
-    Attach,
-    BufferShape,
-    ExchangeLayout,
-    RotaryParameters,
-)  # fmt: skip
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, BufferShape, ExchangeLayout, RotaryParameters
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.managers.cache_rank.stepwise_client import StepwiseClient
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.round_setup import FreedFullKVProvider
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.policy import max_tail
@@ -45,7 +37,6 @@ from sglang_ext.mem_cache.prefix_cache.remote_only import RemoteOnlyKV
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeySpec
 
 if TYPE_CHECKING:
-
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -82,12 +73,9 @@ def build_attach(
     args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int,
     room: int | None = None,
 ) -> Attach:  # fmt: skip
-    """Return the first message to the ranks.
+    """Return the first message to the ranks of an inference rank with ``query_heads``.
 
-    Args:
-        query_heads: Query heads of this inference rank.
-        requests: Maximum concurrent requests.
-        room: Free bytes of each rank on a GPU; None on a CPU.
+    ``requests``: maximum concurrent requests. ``room``: free bytes of each rank on a GPU; None on a CPU.
     """
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
@@ -112,16 +100,16 @@ def build_attach(
         dim=dim,
         dtype=str(keys.dtype).removeprefix("torch."),
         window=spade.window,
-        lanes=min(requests, MAX_LANES),
+        lanes=min(requests, protocol.MAX_LANES),
         most=max(1, most),
-        places=min(MAX_PLACES, max(LEAST_PLACES, math.ceil(STAGING_BYTES / block_bytes))),
+        places=min(protocol.MAX_PLACES, max(LEAST_PLACES, math.ceil(STAGING_BYTES / block_bytes))),
         rows=held.rows,
     )
     return Attach(
-        version=VERSION,
+        version=protocol.VERSION,
         epoch=1,
         shape=shape,
-        blocks=min(blocks, MOST_BLOCKS),
+        blocks=min(blocks, protocol.MOST_BLOCKS),
         scaling=buffers.scaling,
         predictor=spade.predictor.name,
         sinks=spade.sinks,
@@ -131,11 +119,8 @@ def build_attach(
     )
 
 
-def connect_cpu_ranks(
-    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, device: torch.device
-) -> list[RankLink]:
-    """Return the connections to ranks on CPU cores. Arguments as :func:`connect_gpu_ranks`'s."""
-    told = build_attach(args, method, buffers, query_heads, rotary, requests)
+def connect_cpu_ranks(args: "KVServerArgs", told: Attach, device: torch.device) -> list[RankLink]:
+    """Return the connections to ranks on CPU cores."""
     # Each layer may be a pack of its own, and a reply may carry all rows. Memory is used as it is written.
     told = msgspec.structs.replace(told, shape=msgspec.structs.replace(told.shape, packs=told.shape.layers, fresh=told.shape.most * told.shape.rows))
     pack = 0 if args.kv_pack_layers == "auto" else args.kv_pack_layers
@@ -144,21 +129,21 @@ def connect_cpu_ranks(
 
 
 def connect_gpu_ranks(
-    args: "KVServerArgs", method: CompressionMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, device: torch.device
+    args: "KVServerArgs", attach: Callable[[int | None], Attach], buffers: KVBuffers, requests: int, device: torch.device
 ) -> list[RankLink]:
-    """Return the connections to ranks on GPUs, whose exchange buffers are on ``device``. The other arguments are :func:`build_attach`'s."""
+    """Return the connections to ranks on GPUs, whose exchange buffers are on ``device``. ``attach`` is :func:`build_attach` of the room."""
     gpus, rows, room = selection_options.cache_rank_gpus(args), selection_options.has_remote_values(args), None
     if rows:
         check_value_layout(buffers)
         room = min(rank_capacity_bytes(gpu, device.index) for gpu in gpus)
-    told = build_attach(args, method, buffers, query_heads, rotary, requests, room)
+    told = attach(room)
     if rows:
         check_capacity(args, told.blocks * BLOCK, gpus)
     told = msgspec.structs.replace(told, shape=fit_shape(told.shape, selection_options.exchange_buffer_bytes(args)))
     links = [RankLink(told, ExchangeBuffer(told.shape, device, f"cuda:{gpu}"), GPU_SILENCE_SECONDS) for gpu in gpus]
     logger.info(
         "sglang-ext: cache ranks on GPU %s, the model on GPU %d; exchange buffers of %.0f MB each, for %d concurrent requests",
-        ", ".join(map(str, gpus)), device.index, ExchangeLayout.from_shape(told.shape).size / 1e6, told.shape.lanes,
+        ", ".join(map(str, gpus)), device.index, ExchangeLayout(told.shape).size / 1e6, told.shape.lanes,
     )  # fmt: skip
     warn_if_few_lanes(told.shape.lanes * len(gpus), requests)
     if rows:
@@ -173,16 +158,17 @@ def connect_gpu_ranks(
 def fit_shape(shape: BufferShape, size: int) -> BufferShape:
     """Return the shape with as many lanes, at least one, as fit into ``size`` bytes of exchange buffer. With rows, also fit staging slots
     and fresh rows."""
+
     def most_of(name: str, least: int, most: int) -> BufferShape:
         def bytes_of(number: int) -> int:
-            return ExchangeLayout.from_shape(msgspec.structs.replace(shape, **{name: number})).size
+            return ExchangeLayout(msgspec.structs.replace(shape, **{name: number})).size
 
         fit = bisect_right(range(least, most + 1), size, key=bytes_of)
         return msgspec.structs.replace(shape, **{name: least + max(0, fit - 1)})
 
     if shape.rows:
         of_values = 2 * shape.layers * BLOCK * shape.kv_heads * shape.dim * getattr(torch, shape.dtype).itemsize
-        places = min(MAX_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
+        places = min(protocol.MAX_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
         shape = msgspec.structs.replace(shape, places=places)
         shape = most_of("fresh", -(-shape.most // LEAST_FRESH), shape.most)
     return most_of("lanes", 1, shape.lanes)
@@ -206,11 +192,7 @@ def rank_capacity_bytes(gpu: int, of_model: int) -> int:
 
 
 def check_capacity(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
-    """Refuse ranks that cannot hold the full KV of the shortest request sent there.
-
-    Raises:
-        OptionError: States the number of tokens that they can hold.
-    """
+    """Raise :class:`OptionError` if ranks with so many ``tokens`` cannot hold the full KV of the shortest request sent there."""
     least = args.kv_sparse_from + BLOCK
     if tokens < least:
         raise OptionError(
@@ -221,11 +203,7 @@ def check_capacity(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
 
 
 def check_value_layout(buffers: KVBuffers) -> None:
-    """Refuse a model whose values differ from its keys in size or dtype, because both are sent alike.
-
-    Raises:
-        OptionError: Names both.
-    """
+    """Raise :class:`OptionError` if the model's values differ from its keys in size or dtype, because both are sent alike."""
     keys, values = buffers.keys[0], buffers.values[0]
     if keys.shape != values.shape or keys.dtype != values.dtype:
         raise OptionError(
@@ -261,8 +239,7 @@ class CacheRanks(Feature):
         return {"exchange_buffers": selection_options.exchange_buffer_bytes(self.args) * selection_options.num_cache_ranks(self.args) + records}
 
     def selector(self, worker: Worker, method: CompressionMethod) -> CacheRankClient | None:
-        """Start the cache ranks, wait until they are ready, and create their client. A rank that is not ready in time is logged, and used
-        once it is ready.
+        """Start the cache ranks, wait until they are ready, and create their client. A rank that is not ready in time is used once it is.
 
         Raises:
             ExchangeBufferError: A GPU cannot read this GPU's memory, or the system has too little shared memory.
@@ -271,22 +248,23 @@ class CacheRanks(Feature):
         args = self.args
         if not selection_options.num_cache_ranks(args):
             return None
-        table = worker.req_to_token_pool.req_to_token
-        of_model = method, worker.buffers, worker.memory.model.query_heads, worker.methods.rotary, worker.max_requests
+        table, requests = worker.req_to_token_pool.req_to_token, worker.max_requests
+        attach = partial(build_attach, args, method, worker.buffers, worker.memory.model.query_heads, worker.methods.rotary, requests)
         given = method, table, worker.buffers, worker.queries
         if selection_options.has_gpu_ranks(args):
-            links = connect_gpu_ranks(args, *of_model, table.device)
+            links = connect_gpu_ranks(args, attach, worker.buffers, requests, table.device)
             wait_until_ready(links, "until one is ready, requests read the selection made with their compressed KV")
             self._client = StepwiseClient(links, *given)
         else:
-            links = connect_cpu_ranks(args, *of_model, table.device)
+            links = connect_cpu_ranks(args, attach(), table.device)
             wait_until_ready(links, "requests read their full KV until one is ready")
             # A timeline file holds events of one kind.
             file = None if options.has_progressive_transfer(args) else args.kv_bench_timeline
-            self._client = LayerwiseClient(links, *given, timeline=PackTimeline(file))
+            client = self._client = LayerwiseClient(links, *given)
+            client.timeline = PackTimeline(file)
         return self._client
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FreedFullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays."""
         compressed_kv = worker.compressed_kv
         stays = options.why_full_kv_stays(self.args) is not None or self.args.disaggregation_mode != "null"
@@ -296,7 +274,7 @@ class CacheRanks(Feature):
         takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of the full KV's slots"
         logger.info("sglang-ext: full KV is freed once a cache rank has it; compressed KV takes %s, plus slots for the newest tokens", takes)
         tail = max_tail(method, compressed_kv.allocator.page_size, worker.memory.model.context)
-        return FreedFullKVProvider(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
+        return FullKVProvider(RemoteOnlyKV(tree_cache.nodes, compressed_kv, compressed_kv.row_sender, worker.method_of, tail))
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the ranks; none if no ranks were started."""

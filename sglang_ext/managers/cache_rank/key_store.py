@@ -16,8 +16,6 @@ class KeyStore:
     """Blocks of keys, exact or quantized, and with :attr:`BufferShape.rows` exact keys and values. Host memory is used as blocks are
     written.
 
-    The inference rank tracks which blocks are in use, so it knows before it sends whether the store is full.
-
     Attributes:
         blocks: Number of blocks.
         buffers: Buffers that the selection reads, like those of a KV pool; the tokens of a block are contiguous. For quantized keys: the
@@ -48,11 +46,7 @@ class KeyStore:
         self.sent = None if self._values is None else KVBuffers(layers, scaling, keys, self._values.unbind())
 
     def lease(self, told: Lease) -> None:
-        """Set the blocks of a lane's request from index ``told.first`` on.
-
-        Raises:
-            ProtocolError: A block does not exist, or an earlier block of the request is missing.
-        """
+        """Set the blocks of a lane's request. If a block does not exist, or an earlier one is missing, raise :class:`ProtocolError`."""
         if told.blocks and max(told.blocks) >= self.blocks:
             raise ProtocolError(f"the lease names block {max(told.blocks)}, but there are {self.blocks} blocks")
         held = self._leased.setdefault(told.lane, [])
@@ -65,22 +59,14 @@ class KeyStore:
         self._leased.pop(lane, None)
 
     def first_slot(self, told: KeyPiece) -> int:
-        """Return the slot of the first token.
-
-        Raises:
-            ProtocolError: The tokens do not fit into the block.
-        """
+        """Return the slot of the first token. If the tokens do not fit into the block, raise :class:`ProtocolError`."""
         if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
             place = f"block {told.block} (of {self.blocks} blocks of {BLOCK} tokens)"
             raise ProtocolError(f"{told.tokens} tokens at offset {told.offset} do not fit into {place}")
         return told.block * BLOCK + told.offset
 
     def slots(self, lane: int, tokens: int) -> torch.Tensor:
-        """Return the slots of the first ``tokens`` tokens of a lane's request: int64 [tokens].
-
-        Raises:
-            ProtocolError: The request has fewer tokens.
-        """
+        """Return the slots of the first tokens of a lane's request: int64 [tokens]. If it has fewer, raise :class:`ProtocolError`."""
         held = self._leased.get(lane, [])
         if tokens > len(held) * BLOCK:
             raise ProtocolError(f"{tokens} tokens were requested of lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
@@ -88,10 +74,7 @@ class KeyStore:
         return (first + torch.arange(BLOCK)).flatten()[:tokens]
 
     def pull(self, memory: MappedExchangeBuffer, pulls: Sequence[StagedTokens]) -> None:
-        """Copy tokens from staging slots into the store. ``pulls``: each names its first slot here.
-
-        All blocks are copied at once, or one after another if only quantized keys are stored.
-        """
+        """Copy tokens from staging slots into the store, each of ``pulls`` from its first slot here on."""
         if self._exact is None:
             for place, tokens, first in pulls:
                 memory.pull([StagedTokens(place, tokens, 0)], self._block)
@@ -100,20 +83,15 @@ class KeyStore:
         for some in split_by_block(pulls):
             memory.pull(some, self._exact)
             if self._coder is not None:
-                self._coder.quantize(_target_slots(some, self._device))
+                _, tokens, first = torch.tensor(some).unbind(1)
+                inside = torch.arange(BLOCK)
+                self._coder.quantize(sent((first[:, None] + inside)[inside < tokens[:, None]], self._device))
             if self._values is not None:
                 memory.pull(some, self._values, values=True)
 
     def clear(self, tokens: int) -> None:
         """Set the first ``tokens`` slots to zero."""
         self._scored.clear(tokens)
-
-
-def _target_slots(pulls: Sequence[StagedTokens], device: torch.device) -> torch.Tensor:
-    """Return the target slots of the tokens, int64 [tokens], on a device."""
-    _, tokens, first = torch.tensor(pulls).unbind(1)
-    inside = torch.arange(BLOCK)
-    return sent((first[:, None] + inside)[inside < tokens[:, None]], device)
 
 
 def split_by_block(pulls: Sequence[StagedTokens]) -> Iterator[list[StagedTokens]]:

@@ -3,33 +3,25 @@
     step t:    apply pack 0 | layers of pack 0 | publish pack 0 | apply pack 1 | layers of pack 1 | publish pack 1 | ...
     step t+1:  apply pack 0 | ...
 
-1. Publish: as soon as the queries of a pack's last layer are computed, if the pack's previous selection request was answered.
-2. Select: the rank selects for one pack while the model computes the others.
-3. Apply: when the next step's attention reaches the pack. The host waits for the reply message, at most
-   :data:`~.client.WAIT_SECONDS` per step. After the first late selection, the step waits for no others.
+A pack is published as soon as the queries of its last layer are computed, if its previous selection request was answered. The rank selects
+for it while the model computes the other packs. When the next step's attention reaches the pack, the host waits for the reply message, at
+most :data:`~.client.WAIT_SECONDS` per step. After the first late selection, the step waits for no others.
 
-While no rank can take a request whose full KV is here, it reads its full KV.
-
-With ``--kv-bench-timeline``, :class:`PackTimeline` records the events of each pack, for benchmarks.
+While no rank can take a request whose full KV is here, it reads its full KV. With ``--kv-bench-timeline``, :class:`PackTimeline` records the
+events of each pack, for benchmarks.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
 
-from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import CacheRankClient
-from sglang_ext.managers.cache_rank.exchange_buffer import QueryUpload
-from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
-from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
+from sglang_ext.managers.cache_rank.leases import RankRequest
+from sglang_ext.managers.cache_rank.rank_link import Pack, RankUnavailable
 from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource
-from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import LayerObserver, QueryWindows
+from sglang_ext.mem_cache.compressed.queries import LayerObserver
 
 # Bytes of a position in the exchange buffer.
 POSITION_BYTES = 4
@@ -64,11 +56,7 @@ class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PackTimeline:
-    """Appends events to a file, one JSON object per line.
-
-    Args:
-        file: Path; the file is created if it does not exist. None to record nothing.
-    """
+    """Appends events to a file, one JSON object per line. Without a file, it records nothing."""
 
     def __init__(self, file: str | Path | None) -> None:
         self._file = None if file is None else Path(file).open("ab", buffering=0)
@@ -84,30 +72,19 @@ class PackTimeline:
 
 
 class LayerwiseClient(CacheRankClient):
-    """Client that publishes and applies the selections of packs of layers within steps.
+    """Client that publishes and applies the selections of packs of layers within steps. ``timeline`` records the events of the packs."""
 
-    Args:
-        timeline: Records the events of each pack of each step. The other arguments are those of :class:`CacheRankClient`.
-    """
-
-    def __init__(
-        self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows,
-        timeline: PackTimeline = PackTimeline(None),
-    ):  # fmt: skip
-        super().__init__(links, method, token_table, buffers, queries)
-        self.timeline = timeline
+    timeline = PackTimeline(None)
 
     def compile_kernels(self) -> None:
-        """See :meth:`AsyncSelector.compile_kernels`. A CPU has none."""
+        """A CPU has no kernels to compile."""
 
     def poll(self) -> None:
-        """See :meth:`AsyncSelector.poll`."""
         for link in self.links:
             link.poll()
         self._process_replies()
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
-        """See :meth:`AsyncSelector.must_read_full_kv`."""
         free = self.free_blocks()
         if self.has_request(row) or free.take(tokens):
             return False
@@ -134,39 +111,28 @@ class LayerwiseClient(CacheRankClient):
         return StepObserver(self, compressed_kv, requests, {row: ends[row] for row in ready if row in requests})
 
     def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
-        """See :meth:`AsyncSelector.on_step_end`. The observer has done all work."""
+        """The observer has done all work."""
 
-    def apply(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack, deadline: float) -> bool:
-        """Apply the selection of a pack if it arrives until ``deadline``, ``time.monotonic`` seconds. Return False if it is late."""
-        pending = request.pending.get(pack.first)
-        if pending is None:
-            return True
+    def await_reply(self, request: RankRequest, pack: Pack, seconds: float) -> bool:
+        """Wait for the reply to a pack's newest selection request. Return False if it is late."""
         begun, link = time.monotonic(), request.leases.link
         link.wait(0)
         self._process_replies()
-        while self._is_awaited(request, pack) and (left := deadline - time.monotonic()) > 0:
+        while is_awaited := not request.has_lost_rank and pack.first in request.pending and pack.first in request.unanswered:
+            left = begun + seconds - time.monotonic()
+            if left <= 0:
+                break
             # `wait` rounds down to whole milliseconds.
             link.wait(max(left, 1e-3))
             self._process_replies()
         self.waited += time.monotonic() - begun
-        if self._is_awaited(request, pack):
-            return False
-        if pack.first in request.pending:
-            size = self._write(compressed_kv, row, request, pack)
-            if size is not None:
-                self.timeline.add_event("written", pack, request.lane, pending.sequence, size=size)
-        return True
+        return not is_awaited
 
-    def _is_awaited(self, request: RankRequest, pack: Pack) -> bool:
-        """Whether the reply to a pack's newest selection request has not arrived."""
-        return not request.has_lost_rank and pack.first in request.pending and pack.first in request.unanswered
-
-    def _write(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack) -> int | None:
-        """Write an arrived selection to the compressed KV. Return the bytes of its K and V, or None if it cannot be applied any more."""
-        pending, compressed = request.pending.pop(pack.first), compressed_kv.get(row)
-        if request.has_lost_rank or (pending.covered, pending.keep) != (compressed.covered, compressed.own_tokens):
+    def write(self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, pack: Pack) -> int | None:
+        """Write an arrived selection to the compressed KV. Return the bytes of its K and V; None if there is none that can be applied."""
+        exchange, target = request.leases.link.exchange_buffer, self._take_target(compressed_kv, row, request, pack)
+        if target is None:
             return None
-        exchange, target = request.leases.link.exchange_buffer, self._target(compressed_kv, row, request, pack, pending)
         kept = None if self.sends_rows else exchange.read_selection(target, pack.count)
         if not exchange.is_answered(target.lane, target.word) or (kept is None and not self.sends_rows):
             self.missed["wrong"] += 1
@@ -175,7 +141,7 @@ class LayerwiseClient(CacheRankClient):
         if kept is None:
             moved = exchange.commit_rows(target, self.buffers.of_layers(pack.layers))
             self.rows += moved
-            compressed_kv.num_compressions[compressed.method] += is_last
+            compressed_kv.num_compressions[compressed_kv.get(row).method] += is_last
         else:
             compressed_kv.write_selection(row, pack.layers, kept)
             moved = kept.numel()
@@ -192,27 +158,22 @@ class LayerwiseClient(CacheRankClient):
         if request.has_lost_rank or pack.first in request.unanswered:
             return
         # Apply a reply received since these layers attended. The rows of the next reply are relative to the result.
-        if pack.first in request.pending:
-            self._write(compressed_kv, row, request, pack)
-        pool, (places, positions) = self._queries.pool, self._queries.newest_places(row, end, self._method.compressor.window)
-        record, compressed = self._records.get(row), compressed_kv.get(row)
-        if not places or (self.sends_rows and record is None):
+        self.write(compressed_kv, row, request, pack)
+        # In the next step, the newest query is that of the token at position `end`.
+        built = self._build_request(compressed_kv, row, request, pack, end, end)
+        if built is None:
             return
-        link, lane, exchange = request.leases.link, request.lane, request.leases.link.exchange_buffer
-        sequence = exchange.next_sequence(lane, pack.first)
-        held = record.positions[pack.layers] if self.sends_rows else None
-        upload = QueryUpload(places, exchange.shape.entry(lane, pack.first), exchange.word(sequence), held, pack.layers)
+        (upload, message), pool, exchange = built, self._queries.pool, request.leases.link.exchange_buffer
         number = exchange.reserve_number()
         exchange.publish(pool, [upload])
-        self.timeline.add_event("asked", pack, lane, sequence, size=pack.count * len(places) * pool.shape[2:].numel() * pool.element_size())
-        # In the next step, the newest query is that of the token at position `end`.
-        ask = lane, *pack, sequence, compressed.covered, compressed.own_tokens, tuple(positions)
+        size = pack.count * len(upload.places) * pool.shape[2:].numel() * pool.element_size()
+        self.timeline.add_event("asked", pack, request.lane, message.sequence, size=size)
         try:
-            link.send_message(protocol.SelectionRequest(*ask, ahead=end - positions[-1], number=number))
+            request.leases.link.send_message(msgspec.structs.replace(message, number=number))
         except RankUnavailable:
             return  # counted when the request is due again
-        request.pending[pack.first] = PendingSelection(sequence, compressed.covered, compressed.own_tokens)
-        request.unanswered[pack.first] = sequence
+        request.pending[pack.first] = message
+        request.unanswered[pack.first] = message.sequence
 
     def _process_replies(self) -> None:
         """Process received replies. Replies to selection requests that are not open are ignored."""
@@ -236,9 +197,7 @@ class LayerwiseClient(CacheRankClient):
 class StepObserver(LayerObserver):
     """Applies each pack's selection when the forward reaches the pack, and publishes a selection request after the pack.
 
-    Args:
-        requests: The requests of the step that have a rank, by row.
-        due: Position after the step's token, by row, of the requests that publish.
+    ``requests`` are those of the step that have a rank, by row. ``due``: position after the step's token, by row, of those that publish.
     """
 
     def __init__(self, client: LayerwiseClient, compressed_kv: CompressedKVSource, requests: dict[int, RankRequest], due: dict[int, int]):
@@ -246,7 +205,6 @@ class StepObserver(LayerObserver):
         self._left, self._late = client.max_wait_seconds, set[int]()
 
     def on_layer_start(self, layer: int) -> None:
-        """See :meth:`LayerObserver.on_layer_start`."""
         for number, (row, request) in enumerate(self._requests.items()):
             for pack in request.leases.link.packs:
                 if pack.first == layer:
@@ -255,17 +213,22 @@ class StepObserver(LayerObserver):
                     self._apply(row, request, pack)
 
     def _apply(self, row: int, request: RankRequest, pack: Pack) -> None:
-        begun = time.monotonic()
-        if not self._client.apply(self._compressed_kv, row, request, pack, begun + self._left) and row not in self._late:
+        client, pending, begun = self._client, request.pending.get(pack.first), time.monotonic()
+        if pending is None:
+            return
+        if client.await_reply(request, pack, self._left):
+            size = client.write(self._compressed_kv, row, request, pack)
+            if size is not None:
+                client.timeline.add_event("written", pack, request.lane, pending.sequence, size=size)
+        elif row not in self._late:
             self._late.add(row)
             self._left = 0.0
             # The step continues with the previous selection.
-            self._client.missed["late"] += 1
-            self._client.timeline.add_event("missed", pack, request.lane, request.pending[pack.first].sequence)
+            client.missed["late"] += 1
+            client.timeline.add_event("missed", pack, request.lane, pending.sequence)
         self._left = max(0.0, self._left - (time.monotonic() - begun))
 
     def on_queries_recorded(self, layer: int) -> None:
-        """See :meth:`LayerObserver.on_queries_recorded`."""
         for row, end in self._due.items():
             for pack in self._requests[row].leases.link.packs:
                 if pack.layers.stop == layer + 1:

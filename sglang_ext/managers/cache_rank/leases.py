@@ -7,6 +7,7 @@ Requests with a common prefix share full blocks of keys. A block's name is a has
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy
 import torch
@@ -20,15 +21,6 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 
 class MemoryFull(Exception):
     """The rank has no free lane, or no free block, for a request. The text is the reason as metrics name it."""
-
-
-@dataclass(frozen=True)
-class PendingSelection:
-    """A selection request whose selection the compressed KV will apply: its sequence, covered tokens, and tokens to keep for each head."""
-
-    sequence: int
-    covered: int
-    keep: int
 
 
 @dataclass(frozen=True)
@@ -51,8 +43,8 @@ class RankRequest:
     Attributes:
         leases: Leases at the process that has the keys.
         lane: Lane of the request.
-        sequence: Sequence of the newest selection request for all layers. A lane's sequence continues across requests, so no reply is
-            applied to another request.
+        sequences: Sequence of the newest selection request of each pack, by the pack's first layer. Those of a lane continue across requests,
+            so no reply is applied to another request.
         blocks: Blocks of its tokens, in order.
         names: Names of the first blocks, in order. Other requests share named blocks.
         held: Tokens whose keys were sent.
@@ -64,11 +56,11 @@ class RankRequest:
 
     leases: "KeyLeases"
     lane: int
-    sequence: int = 0
+    sequences: list[int]
     blocks: list[int] = field(default_factory=list)
     names: Sequence[bytes] = ()
     held: int = 0
-    pending: dict[int, PendingSelection] = field(default_factory=dict)
+    pending: dict[int, protocol.SelectionRequest] = field(default_factory=dict)
     unanswered: dict[int, int] = field(default_factory=dict)
     is_remote_only: bool = False
 
@@ -84,8 +76,7 @@ class KeyLeases:
     Attributes:
         link: Connection to the rank.
         epoch: Epoch of the process. In another epoch all leases are void.
-        buffers: Layers of SGLang's KV pool.
-        sent: Tokens whose keys were sent; those of shared blocks count once.
+        buffers: SGLang's KV pool.
     """
 
     def __init__(self, link: RankLink, buffers: KVBuffers):
@@ -93,11 +84,10 @@ class KeyLeases:
         self.link = link
         self.epoch = link.epoch
         self.buffers = buffers
-        self.sent = 0
         self._lanes = list(reversed(range(attach.shape.lanes)))
         self._free = list(reversed(range(attach.blocks)))
         self._readers = [0] * attach.blocks
-        self._sequences = [0] * attach.shape.lanes
+        self._sequences = [[0] * attach.shape.packs for _ in range(attach.shape.lanes)]
         self._by_name: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
 
@@ -112,12 +102,7 @@ class KeyLeases:
         return len(self._lanes)
 
     def open(self) -> RankRequest:
-        """Open a lease for a new request.
-
-        Raises:
-            MemoryFull: All lanes are in use.
-            RankUnavailable: The rank accepts no messages.
-        """
+        """Open a lease for a new request. Raise :class:`MemoryFull` if all lanes are in use, and :class:`RankUnavailable` as for messages."""
         if not self._lanes:
             raise MemoryFull("no-lane")
         lane = self._lanes.pop()
@@ -125,13 +110,8 @@ class KeyLeases:
         return RankRequest(self, lane, self._sequences[lane])
 
     def close(self, request: RankRequest) -> None:
-        """Close the lease of a request that has ended. Blocks without another reader become free.
-
-        Raises:
-            RankUnavailable: The rank accepts no messages.
-        """
+        """Close the lease of a request that has ended. Blocks without another reader become free. Raise :class:`RankUnavailable` as for messages."""
         self._lanes.append(request.lane)
-        self._sequences[request.lane] = request.sequence
         self._release(request.blocks)
         request.blocks = []
         self.link.send_message(protocol.Free(request.lane))
@@ -150,11 +130,8 @@ class KeyLeases:
         Another request may have sent blocks with the same keys since. Then this request uses those blocks and releases its own. So
         requests that start with the same prefix at the same time each send a part.
 
-        Args:
-            slots: int64 [tokens], pool slots from the first token on. Slots of tokens that the rank already has are ignored.
-
-        Returns:
-            Whether the rank now has all keys.
+        ``slots``: int64 [tokens], pool slots from the first token on. Slots of tokens that the rank already has are ignored. Returns whether the
+        rank now has all keys.
 
         Raises:
             MemoryFull: Too few free blocks; nothing was sent.
@@ -175,7 +152,6 @@ class KeyLeases:
             request.held += tokens
         if pieces:
             self.link.send_message(protocol.Append(tuple(pieces), self.link.exchange_buffer.put_keys(puts, self.buffers, slots)))
-            self.sent += sum(piece.tokens for piece in pieces)
             for piece, put in zip(pieces, puts):
                 index = put.first // BLOCK
                 is_named = piece.offset + piece.tokens == BLOCK and index < len(request.names)
@@ -186,19 +162,15 @@ class KeyLeases:
 
     def _find_shared_blocks(self, request: RankRequest, first: int, tokens: int) -> list[int]:
         """Return blocks of other requests that match a request's full blocks from ``first`` on, up to the first that does not match."""
-        found: list[int] = []
-        for name in request.names[first : tokens // BLOCK]:
-            if name not in self._by_name:
-                break
-            found.append(self._by_name[name])
-        return found
+        names = request.names[first : tokens // BLOCK]
+        return [self._by_name[name] for name in takewhile(self._by_name.__contains__, names)]
 
     def _take_blocks(self, request: RankRequest, tokens: int) -> None:
         """Allocate blocks for all tokens of a request, using matching blocks of other requests first."""
-        first, needed = len(request.blocks), -(-tokens // BLOCK)
+        first = len(request.blocks)
         taken = self._find_shared_blocks(request, first, tokens) if request.held == first * BLOCK else []
         shared = len(taken)
-        missing = needed - first - shared
+        missing = -(-tokens // BLOCK) - first - shared
         if missing > len(self._free):
             raise MemoryFull("memory-full")
         taken += (self._free.pop() for _ in range(missing))
@@ -229,12 +201,8 @@ class KeyLeases:
 
 
 def block_hashes(namespace: str, tokens: Sequence[int]) -> list[bytes]:
-    """Return for each full block of a context a hash of all tokens up to the block's end.
-
-    Args:
-        namespace: What else the keys depend on, as in SGLang's prefix tree (``extra_key``: an adapter, a salt).
-        tokens: Token ids of the context.
-    """
+    """Return for each full block of a context a hash of the ``namespace`` and of all tokens up to the block's end. The namespace is what else
+    the keys depend on, as in SGLang's prefix tree (``extra_key``: an adapter, a salt)."""
     ids = numpy.asarray(tokens, numpy.int64)
     blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))
     return [*prefix_hashes([namespace.encode(), *blocks])][1:]

@@ -13,18 +13,7 @@ import torch
 
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
-from sglang_ext.managers.cache_rank.protocol import (
-    BLOCK,
-    CHOSEN,
-    DONE,
-    LANE_WORDS,
-    QUESTION_NUMBERS,
-    BufferRegion,
-    BufferShape,
-    ExchangeLayout,
-    PackRegion,
-    StagedTokens,
-)  # fmt: skip
+from sglang_ext.managers.cache_rank.protocol import BLOCK, CHOSEN, DONE, LANE_WORDS, QUESTION_NUMBERS, BufferShape, ExchangeLayout, StagedTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.row_exchange import missing_mask, plan_exchange, top_mask
 from sglang_ext.mem_cache.selection.on_gpu import MarkedPart
@@ -40,18 +29,14 @@ class MappedExchangeBuffer:
     GPU), word, and kept tokens per head of each selection request. ``there`` is int32 [requests]: 1 for each selection request that is
     published.
 
-    Args:
-        shape: Sizes of the rank.
-        device: Device of the cache rank.
-        handle: CUDA IPC handle; unused on a CPU.
-        descriptor: Descriptor of shared memory on a CPU; None on a GPU.
+    ``device`` is that of the cache rank. On a GPU, ``handle`` is the CUDA IPC handle. On a CPU, ``descriptor`` is that of the shared memory.
 
     Raises:
         ExchangeBufferError: The memory cannot be mapped.
     """
 
     def __init__(self, shape: BufferShape, device: torch.device, handle: bytes, descriptor: int | None):
-        self.shape, self._device, self._layout = shape, device, ExchangeLayout.from_shape(shape)
+        self.shape, self._device, self._layout = shape, device, ExchangeLayout(shape)
         self._item = getattr(torch, shape.dtype).itemsize
         self._copy_stream = SideStream(device)
         self._base = open_ipc_handle(handle, device) if descriptor is None else None
@@ -59,10 +44,6 @@ class MappedExchangeBuffer:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
             self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
             self._values, self._records, *self._row_regions = rows
-
-    def _address(self, part: BufferRegion) -> int:
-        """Return the address of a region."""
-        return self._base + part.begin
 
     def read_words(self) -> Words:
         """Return the written word, and the words of each lane. Waits for the device."""
@@ -73,13 +54,7 @@ class MappedExchangeBuffer:
         """Make the stream wait until the written word reaches ``least``, at most ``seconds``, and then read all words.
 
         Returns a function that waits for the words and returns them. Kernels launched next are ordered after the read on the device. They
-        learn from the same words which selection requests are published. On a CPU this call itself waits.
-
-        Args:
-            asked: Selection requests.
-            there: Output: 1 for each published one.
-            least: Written word of the selection requests.
-            seconds: Maximum wait; 0 to read at once.
+        learn from the same words which selection requests are published, by the output ``there``. On a CPU this call itself waits.
         """
         if self._base is None:
             until = time.monotonic() + seconds
@@ -95,7 +70,7 @@ class MappedExchangeBuffer:
         out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
         # Allocate before the device waits: a new pinned allocation would wait for the device.
         host = out if self._device.type == "cpu" else torch.empty_like(out, device="cpu", pin_memory=True)
-        read_words(self._address(self._layout.heads), self._address(self._layout.written), out, asked, there, least, seconds)
+        read_words(self._base + self._layout.heads.begin, self._base + self._layout.written.begin, out, asked, there, least, seconds)
         if host is out:
             return lambda: _words(out)
         # On a second stream, because the next kernels would otherwise wait for the copy.
@@ -112,31 +87,20 @@ class MappedExchangeBuffer:
         of their packs; all layers on a GPU."""
         shape = self.shape
         if self._base is None:
-            parts = [(PackRegion.from_entry(shape, entry), word) for entry, word, _ in asked.tolist()]
-            return torch.stack([self._queries[at.lane, word % 2, at.first : at.first + layers, :count] for at, word in parts])
+            parts = [(*divmod(entry, shape.packs), word % 2) for entry, word, _ in asked.tolist()]
+            return torch.stack([self._queries[lane, parity, first : first + layers, :count] for lane, first, parity in parts])
         of_query = int32_words(shape.query_heads * shape.dim * self._item)
         of_place = shape.layers * shape.window * of_query
         steps = 2 * of_place, of_place
-        found = self._gather(self._layout.queries, asked, shape.layers, count * of_query, shape.window * of_query, steps)
+        found = self._gather(self._layout.queries.begin, asked, shape.layers, count * of_query, shape.window * of_query, steps)
         return found.view(getattr(torch, shape.dtype)).view(len(asked), shape.layers, count, shape.query_heads, shape.dim)
 
-    def _gather(
-        self, part: BufferRegion, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]
-    ) -> torch.Tensor:
-        """Copy rows of a region's lanes, int32 [requests, rows, length].
-
-        Args:
-            part: The region.
-            asked: The selection requests.
-            rows: Rows of each.
-            length: 32-bit words of a row.
-            apart: 32-bit words from a row to the next.
-            steps: 32-bit words from a lane to the next, and from the slot of even words to that of odd ones.
-        """
+    def _gather(self, begin: int, asked: torch.Tensor, rows: int, length: int, apart: int, steps: tuple[int, int]) -> torch.Tensor:
+        """Copy rows of the lanes of a region from byte ``begin`` on: int32 [requests, rows, length]. Other arguments as the kernel's."""
         from sglang_ext.layers.kernels.exchange_kernels import gather_rows
 
         found = torch.empty(len(asked), rows, length, dtype=torch.int32, device=self._device)
-        gather_rows(self._address(part), asked, found, length, apart, steps)
+        gather_rows(self._base + begin, asked, found, length, apart, steps)
         return found
 
     def pull(self, pulls: Sequence[StagedTokens], into: torch.Tensor, values: bool = False) -> None:
@@ -153,26 +117,27 @@ class MappedExchangeBuffer:
         token, part = self.shape.kv_heads * self.shape.dim * self._item, self._layout.values if values else self._layout.keys
         told, layers = to_device(list(pulls), self._device), self.shape.layers
         words = int32_words(token), int32_words(BLOCK * token), int32_words(into.stride(0) * self._item)
-        pull_blocks(self._address(part), into.data_ptr(), told, layers, *words)
+        pull_blocks(self._base + part.begin, into.data_ptr(), told, layers, *words)
 
     def push_chosen(self, asked: torch.Tensor, there: torch.Tensor, chosen: torch.Tensor) -> None:
         """Write the selections of published selection requests: positions, int32 [layers, requests, kv_heads, most]."""
         if self._base is None:
             for i, (entry, word, keep) in _published(asked, there):
-                at, kept = PackRegion.from_entry(self.shape, entry), chosen[:, i, :, :keep]
-                self._chosen[at.lane, word % 2, at.numbers : at.numbers + kept.numel()] = kept.flatten()
+                kept = chosen[:, i, :, :keep]
+                lane, numbers = self.shape.numbers(entry, kept.numel())
+                self._chosen[lane, word % 2, numbers] = kept.flatten()
             return
         from sglang_ext.layers.kernels.exchange_kernels import push_chosen
 
         to = self._layout.chosen
-        push_chosen(chosen, asked, there, self._address(to), math.prod(to.sizes[2:]))
+        push_chosen(chosen, asked, there, self._base + to.begin, math.prod(to.sizes[2:]))
 
     def records(self, asked: torch.Tensor, most: int) -> torch.Tensor:
         """Copy the positions that compressed KV holds: int32 [requests, numbers], [layers, kv_heads, keep] at the beginning. Heads keep
         at most ``most`` tokens."""
         shape, part = self.shape, self._layout.records
         # Numbers after a shorter record are undefined.
-        return self._gather(part, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
+        return self._gather(part.begin, asked, 1, shape.layers * shape.kv_heads * most, 0, (part.sizes[1], 0)).squeeze(1)
 
     def push_rows(
         self, asked: torch.Tensor, there: torch.Tensor, parts: Iterable[MarkedPart], records: torch.Tensor, held: KVBuffers,
@@ -180,17 +145,14 @@ class MappedExchangeBuffer:
     ) -> None:  # fmt: skip
         """Write K and V of marked tokens that the compressed KV lacks. If they exceed the room, write those of the highest scores.
 
-        Args:
-            asked, there: See the class.
-            parts: Marked tokens of all layers, part by part as they are marked.
-            records: Result of :meth:`records`, computed on the first stream.
-            held: K and V at the rank.
-            streams: The first stream finds the rows to send; the second sends those of one part while the next parts are marked.
+        ``parts`` are the marked tokens of all layers, part by part as they are marked. ``records`` is the result of :meth:`records`, computed
+        on the first of the ``streams``. This stream finds the rows to send. The second sends those of one part of ``held``, the rank's K and
+        V, while the next parts are marked.
         """
         from sglang_ext.layers.kernels import row_exchange
 
         layout, (finding, sending), tables, kept = self._layout, streams, (held.key_table, held.value_table), []
-        targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
+        targets = tuple(self._base + part.begin for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
         most = records.shape[1] // (self.shape.layers * self.shape.kv_heads)
         for part in parts:
             with finding.after(part.there):
@@ -208,30 +170,26 @@ class MappedExchangeBuffer:
     ) -> None:
         """Like :meth:`push_rows`, on a CPU.
 
-        Args:
-            asked, there: See the class.
-            chosen, bits: int32 [pack layers, requests, kv_heads, most], positions, and bits of their scores.
-            table: int32 [requests, longest], slots of the tokens.
-            held: K and V at the rank.
+        ``chosen``, ``bits``: int32 [pack layers, requests, kv_heads, most], positions, and bits of their scores. ``table``: int32 [requests,
+        longest], slots of the tokens. ``held``: K and V at the rank.
         """
         for i, (entry, _, keep) in _published(asked, there):
-            at, wanted, heads = PackRegion.from_entry(self.shape, entry), chosen[:, i, :, :keep].long(), self.shape.kv_heads
-            places = table[i].long()
-            record = self._records[at.lane, at.numbers : at.numbers + wanted.numel()].view(wanted.shape).long()
+            wanted, places, heads = chosen[:, i, :, :keep].long(), table[i].long(), self.shape.kv_heads
+            record = self._records[self.shape.numbers(entry, wanted.numel())].view(wanted.shape).long()
             # Leaving and arriving rows are equal in number, except if the record is overwritten meanwhile. Then the reply is not applied.
             going = missing_mask(record, wanted).sum(-1, keepdim=True)
             coming = top_mask(missing_mask(wanted, record), bits[:, i, :, :keep], going.clamp(max=self.shape.fresh))
             found = plan_exchange(record, wanted, coming)
-            pairs = slice(at.pairs, at.pairs + len(wanted) * heads)
-            counts, moves, *rows = (part[at.lane, pairs] for part in self._row_regions)
+            counts, moves, *rows = (part[self.shape.pairs(entry, len(wanted))] for part in self._row_regions)
             counts.copy_(coming.sum(-1).flatten())
             pair = found.layers * heads + found.heads
             index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
             moves[pair, index] = torch.stack([found.places, found.positions], -1).int()
             for layer in range(len(wanted)):
+                at = entry % self.shape.packs + layer
                 these = found.layers == layer
                 slots = places[found.positions[these]]
-                for into, part in zip(rows, (held.keys[at.first + layer], held.values[at.first + layer])):
+                for into, part in zip(rows, (held.keys[at], held.values[at])):
                     into[pair[these], index[these]] = part[slots, found.heads[these]]
 
     def answer(self, asked: torch.Tensor, there: torch.Tensor) -> None:
@@ -239,7 +197,7 @@ class MappedExchangeBuffer:
         if self._base is not None:
             from sglang_ext.layers.kernels.exchange_kernels import answer
 
-            answer(self._address(self._layout.heads), asked, there)
+            answer(self._base + self._layout.heads.begin, asked, there)
             return
         for _, (lane, word, keep) in _published(asked, there):
             if keep:
@@ -253,7 +211,7 @@ class MappedExchangeBuffer:
 
 
 def _published(asked: torch.Tensor, there: torch.Tensor) -> list[tuple[int, list[int]]]:
-    """Return the published selection requests: index and numbers."""
+    """Index and numbers of each published selection request."""
     return [(i, numbers) for i, (numbers, put) in enumerate(zip(asked.tolist(), there.tolist())) if put]
 
 
@@ -263,22 +221,14 @@ def _words(read: torch.Tensor) -> Words:
 
 
 def int32_words(size: int) -> int:
-    """Return the number of 32-bit words in ``size`` bytes.
-
-    Raises:
-        ExchangeBufferError: The size is not a multiple of 4.
-    """
+    """Return the number of 32-bit words in ``size`` bytes. If the size is not a multiple of 4, raise :class:`ExchangeBufferError`."""
     if size % 4:
         raise ExchangeBufferError(f"a row of {size} bytes is not a multiple of 4 bytes, the unit of transfer: pass --kv-cache-ranks 0")
     return size // 4
 
 
 def open_ipc_handle(handle: bytes, device: torch.device) -> int:
-    """Map another process's memory by its CUDA IPC handle on the GPU ``device``, and return its address.
-
-    Raises:
-        ExchangeBufferError: It cannot be mapped.
-    """
+    """Map another process's memory by its CUDA IPC handle, and return its address. If that fails, raise :class:`ExchangeBufferError`."""
     from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary, cudaIpcMemHandle_t
 
     size = ctypes.sizeof(cudaIpcMemHandle_t)

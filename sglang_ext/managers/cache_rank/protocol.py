@@ -66,7 +66,7 @@ class BufferShape(RankMessage):
         most: Maximum selected tokens of a KV head.
         places: Staging slots, each for one block of keys in transfer.
         rows: Values are transferred too, and K and V of selected tokens are sent back.
-        fresh: With ``rows``: maximum rows that one reply carries for a layer and KV head. Otherwise 0.
+        fresh: With ``rows``: maximum rows of a layer and KV head in one reply. Otherwise 0.
         packs: Packs of layers that a lane can have, each with its own words and selection requests: 1, or one for each layer.
     """
 
@@ -87,27 +87,16 @@ class BufferShape(RankMessage):
         """Return the index of the words of a lane's pack that begins at layer ``first``."""
         return lane * self.packs + first
 
+    def numbers(self, entry: int, count: int) -> tuple[int, slice]:
+        """Return the lane of a pack, and where its first ``count`` numbers are in the lane's ``chosen`` or ``records``."""
+        lane, first = divmod(entry, self.packs)
+        begin = first * self.kv_heads * self.most
+        return lane, slice(begin, begin + count)
 
-class PackRegion(NamedTuple):
-    """Where the data of a pack of layers is, on a CPU. The numbers of a pack are contiguous, from those of its first layer on.
-
-    Attributes:
-        lane: Lane of the request.
-        first: First layer.
-        numbers: First number of the pack in ``chosen`` or ``records`` of the lane.
-        pairs: Index of the pack's first pair of layer and KV head.
-    """
-
-    lane: int
-    first: int
-    numbers: int
-    pairs: int
-
-    @classmethod
-    def from_entry(cls, shape: BufferShape, entry: int) -> "PackRegion":
-        """Return the region of the pack whose words have this index."""
-        lane, first = divmod(entry, shape.packs)
-        return cls(lane, first, first * shape.kv_heads * shape.most, first * shape.kv_heads)
+    def pairs(self, entry: int, layers: int) -> tuple[int, slice]:
+        """Return the lane of a pack of ``layers`` layers, and the indices of its pairs of layer and KV head."""
+        lane, first = divmod(entry, self.packs)
+        return lane, slice(first * self.kv_heads, (first + layers) * self.kv_heads)
 
 
 class BufferRegion(NamedTuple):
@@ -118,8 +107,8 @@ class BufferRegion(NamedTuple):
     dtype: torch.dtype
 
 
-class ExchangeLayout(NamedTuple):
-    """Regions of the exchange buffer, which both sides compute from the shape.
+class ExchangeLayout:
+    """Regions of the exchange buffer, which both sides compute from the shape. A pair is one of layer and KV head.
 
     Attributes:
         heads: int64 [lanes * packs, LANE_WORDS], words of each lane's packs.
@@ -129,56 +118,41 @@ class ExchangeLayout(NamedTuple):
         chosen: int32 [lanes, 2, numbers]; a selection is [layers, kv_heads, keep] at the beginning. Empty if rows are sent.
         values: Like ``keys``. This and the following are empty if no values are sent.
         records: int32 [lanes, numbers]; positions that the compressed KV holds, [layers, kv_heads, keep], at the beginning.
-        counts: int32 [lanes, pairs], rows of a reply for each layer and KV head.
+        counts: int32 [lanes, pairs], rows of a reply.
         moves: int32 [lanes, pairs, fresh, 2], for each row its target index in the compressed KV, and its token's position.
         row_keys, row_values: [lanes, pairs, fresh, dim].
         size: Total bytes.
     """
 
-    heads: BufferRegion
-    written: BufferRegion
-    queries: BufferRegion
-    keys: BufferRegion
-    chosen: BufferRegion
-    values: BufferRegion
-    records: BufferRegion
-    counts: BufferRegion
-    moves: BufferRegion
-    row_keys: BufferRegion
-    row_values: BufferRegion
-    size: int
+    def __init__(self, shape: BufferShape):
+        dtype, lanes, pairs = getattr(torch, shape.dtype), shape.lanes, shape.layers * shape.kv_heads
+        block = shape.layers, BLOCK, shape.kv_heads, shape.dim
+        chosen, places, row_lanes = (0, shape.places, lanes) if shape.rows else (pairs * shape.most, 0, 0)
+        self._regions: list[BufferRegion] = []
+        self._end = 0
+        self.heads = self._add((lanes * shape.packs, LANE_WORDS), torch.int64)
+        self.written = self._add((8,), torch.int64)
+        self.queries = self._add((lanes, 2, shape.layers, shape.window, shape.query_heads, shape.dim), dtype)
+        self.keys = self._add((shape.places, *block), dtype)
+        self.chosen = self._add((lanes, 2, chosen), torch.int32)
+        self.values = self._add((places, *block), dtype)
+        self.records = self._add((row_lanes, pairs * shape.most), torch.int32)
+        self.counts = self._add((row_lanes, pairs), torch.int32)
+        self.moves = self._add((row_lanes, pairs, shape.fresh, 2), torch.int32)
+        self.row_keys = self._add((row_lanes, pairs, shape.fresh, shape.dim), dtype)
+        self.row_values = self._add((row_lanes, pairs, shape.fresh, shape.dim), dtype)
+        self.size = -(-self._end // GRAIN) * GRAIN
 
-    @classmethod
-    def from_shape(cls, shape: BufferShape) -> "ExchangeLayout":
-        """Compute the layout for ranks of this shape."""
-        dtype, by_lane, begin, regions = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
-        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
-        if not shape.rows:
-            chosen, places, lanes = pairs * shape.most, 0, 0
-        for sizes, kind in (
-            ((shape.lanes * shape.packs, LANE_WORDS), torch.int64),
-            ((8,), torch.int64),
-            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
-            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((*by_lane, chosen), torch.int32),
-            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((lanes, pairs * shape.most), torch.int32),
-            ((lanes, pairs), torch.int32),
-            ((lanes, pairs, shape.fresh, 2), torch.int32),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-            ((lanes, pairs, shape.fresh, shape.dim), dtype),
-        ):
-            regions.append(BufferRegion(begin, sizes, kind))
-            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
-        return cls(*regions, -(-begin // GRAIN) * GRAIN)
+    def _add(self, sizes: tuple[int, ...], dtype: torch.dtype) -> BufferRegion:
+        """Append a region, which begins at a multiple of 256 bytes."""
+        self._regions.append(BufferRegion(self._end, sizes, dtype))
+        self._end += -(-math.prod(sizes) * dtype.itemsize // 256) * 256
+        return self._regions[-1]
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a view of each region, in order, of ``memory``, uint8 [size]."""
-        found = []
-        for begin, sizes, dtype in self[:-1]:
-            size = math.prod(sizes) * dtype.itemsize
-            found.append(memory[begin : begin + size].view(dtype).view(sizes))
-        return tuple(found)
+        bounds = ((part, part.begin + math.prod(part.sizes) * part.dtype.itemsize) for part in self._regions)
+        return tuple(memory[part.begin : end].view(part.dtype).view(part.sizes) for part, end in bounds)
 
 
 class RotaryParameters(RankMessage):
@@ -192,14 +166,10 @@ class Attach(RankMessage, tag="attach"):
     """The first message to a cache rank: its configuration.
 
     Attributes:
-        version: Version of this protocol.
-        epoch: Epoch of the process.
-        shape: Sizes of the shared memory.
         blocks: Maximum blocks of keys that the rank holds.
         scaling: Factor on query-key products, by layer.
         predictor: Name of the predictor of the query that scores tokens (mem_cache/selection/predictors.py).
         sinks, recent: Numbers of first and newest tokens that are always selected.
-        turning: The rotary embedding.
         bits: Bits of the keys that the rank scores; 16 for the exact keys.
         arena: CUDA IPC handle of the exchange buffer on the inference rank's GPU; empty on a CPU, where the process inherits a descriptor.
         apart: The cache rank's GPU differs from the inference rank's, so kernels of the cache rank may wait on it.
@@ -256,12 +226,10 @@ class SelectionRequest(RankMessage, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
-    rows of selected tokens that are not among them. So the rank does not have to know which of its replies were applied. A selection
-    request may follow one of the same pack that was not answered in time. Only the reply to the newest one is applied.
+    rows of selected tokens that are not among them. A selection request may follow one of the same pack that was not answered in time.
+    Only the reply to the newest one is applied.
 
     Attributes:
-        lane: Lane of the request.
-        first, count: The pack of layers.
         sequence: Sequence number in the lane's pack, ascending. Its parity selects the slot of the queries and of the reply.
         covered: Selection is among the first ``covered`` tokens.
         keep: Tokens to select for each KV head.
@@ -313,7 +281,6 @@ class SelectionReply(RankMessage, tag="answer"):
     """Outcome of a :class:`SelectionRequest`: selected tokens are in the exchange buffer, or a newer selection request replaced it.
 
     Attributes:
-        epoch: Epoch of the process.
         lane, first, count, sequence: Copied from the selection request.
         chosen: Tokens were selected.
         seconds: Duration of the selection. On a GPU it includes keys that arrived with the request, but not keys that arrived between
@@ -360,20 +327,12 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """Decode a message of an inference rank.
-
-    Raises:
-        ProtocolError: The frame is not a message of this version.
-    """
+    """Decode a message of an inference rank, or raise :class:`ProtocolError`."""
     return _decode(_to_rank, frame)
 
 
 def decode_from_rank(frame: bytes) -> FromRank:
-    """Decode a message of a cache rank.
-
-    Raises:
-        ProtocolError: The frame is not a message of this version.
-    """
+    """Decode a message of a cache rank, or raise :class:`ProtocolError`."""
     return _decode(_from_rank, frame)
 
 

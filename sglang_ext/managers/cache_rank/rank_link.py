@@ -40,17 +40,11 @@ QUEUED = 4096
 class RankProcess:
     """One process of a cache rank, from start to end.
 
-    Args:
-        exchange_buffer: Memory that both map. Its words are reset for this process.
-        epoch: Number of this process among those started for the rank.
-        threads: Threads for its matrix products.
-
-    Attributes:
-        socket: Socket to the process. No other user can connect, because the folder belongs to this user.
-        pid: Process id.
+    The words of the ``exchange_buffer`` are reset for it. ``epoch`` is its number among the processes of the rank. Its matrix products use
+    ``threads``. No other user can connect to the ``socket``, because its folder belongs to this user.
 
     Raises:
-        OSError: The system has no memory or cannot start a process.
+        OSError: The system has no memory, cannot start a process, or cannot bind the socket (a TMPDIR of more than about 70 characters).
     """
 
     def __init__(self, exchange_buffer: ExchangeBuffer, epoch: int, threads: int):
@@ -61,30 +55,24 @@ class RankProcess:
             self.socket.set_hwm(QUEUED)
             self.socket.linger, self.socket.maxmsgsize = 0, protocol.MAX_MESSAGE_BYTES
             endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
-            self._bind(endpoint)
-            self._process = self._start(endpoint, descriptor, epoch, threads, exchange_buffer.rank_device)
+            try:
+                self.socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                self.socket.close(0)
+                raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
+            given = {"endpoint": endpoint, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": exchange_buffer.rank_device}
+            if descriptor is not None:
+                given["memory"] = descriptor
+            flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+            # Idle OpenMP threads must not spin, because the inference rank needs the cores.
+            env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+            command = [sys.executable, "-m", "sglang_ext.managers.cache_rank", *flags]
+            inherited = () if descriptor is None else (descriptor,)
+            self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=env)
             self.pid = self._process.pid
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-
-    def _bind(self, endpoint: str) -> None:
-        """Bind the socket. A bind error, as of a TMPDIR of more than about 70 characters, is raised as :class:`OSError`."""
-        try:
-            self.socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.socket.close(0)
-            raise OSError(error.errno, f"{error.strerror}; set TMPDIR to a shorter path", endpoint) from error
-
-    def _start(self, endpoint: str, descriptor: int | None, epoch: int, threads: int, device: str) -> subprocess.Popen:
-        given = {
-            "endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid(), "device": device
-        }  # fmt: skip
-        flags = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-        # Idle OpenMP threads must not spin, because the inference rank needs the cores.
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, "-m", "sglang_ext.managers.cache_rank", *flags]
-        return subprocess.Popen(command, pass_fds=() if descriptor is None else (descriptor,), stdin=subprocess.DEVNULL, env=env)
 
     def connected(self) -> None:
         """Delete the socket's file, because the process has connected. The file would outlive a killed process."""
@@ -135,10 +123,8 @@ class RankLink:
         silence: Seconds without a message after which a process is ended.
         pack: Layers of a pack; 0 to measure it; None for all layers of a step in one selection request.
         threads: Threads of each process.
-        start_process: Starts a process.
 
     Attributes:
-        attach: First message; the epoch is set for each process.
         down_reason: Why the rank is not ready, as metrics name it.
         epoch: Number of processes started. It numbers the running one. Leases name it, and are void in another epoch.
         packs: Division of the layers; set once the rank is :attr:`ready`.
@@ -195,16 +181,11 @@ class RankLink:
         self._receive_messages()
         if self._process is None:
             return
-        silence = time.monotonic() - self._last_message_time
-        if not self._has_ended() and silence > self._silence:
+        silence, allowed = time.monotonic() - self._last_message_time, self._silence_when_ready
+        if not self.ready:
+            allowed = max(ATTACH_SECONDS, allowed) if self._attach_sent else START_SECONDS
+        if not self._has_ended() and silence > allowed:
             self._fail("silent", f"it sent nothing for {silence:.1f} s")
-
-    @property
-    def _silence(self) -> float:
-        """Seconds without a message after which the process is ended."""
-        if self.ready:
-            return self._silence_when_ready
-        return max(ATTACH_SECONDS, self._silence_when_ready) if self._attach_sent else START_SECONDS
 
     def _has_ended(self) -> bool:
         """Return whether the process has ended; if so, record the failure."""
@@ -234,11 +215,10 @@ class RankLink:
         self._restart_time = time.monotonic() + RESTART_SECONDS * 2**self._failures
         self._failures += 1
         if self.has_given_up:
-            text = (
+            logger.error(
                 "sglang-ext: cache rank: %d processes ended before they answered; no more are started, and requests go without it until "
-                "the server is restarted. The last: %s"
-            )
-            logger.error(text, MAX_STARTS, told)
+                "the server is restarted. The last: %s", MAX_STARTS, told,
+            )  # fmt: skip
 
     def end(self) -> None:
         """End the process, and start no other."""
@@ -279,21 +259,16 @@ class RankLink:
     def _receive_messages(self) -> None:
         while self._process is not None:
             try:
-                frame = self._process.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+                message = protocol.decode_from_rank(self._process.socket.recv(zmq.NOBLOCK))
+                # Messages of another process can only arrive through a fault.
+                if message.epoch == self.epoch:
+                    self._last_message_time = time.monotonic()
+                    self._handle_message(message)
+            except (zmq.Again, RankUnavailable):
                 return
-            try:
-                message = protocol.decode_from_rank(frame)
             except protocol.ProtocolError as error:
                 self._fail("wrong", f"it sent an invalid message: {error}")
                 return
-            # Messages of another process can only arrive through a fault.
-            if message.epoch == self.epoch:
-                self._last_message_time = time.monotonic()
-                try:
-                    self._handle_message(message)
-                except RankUnavailable:
-                    return
 
     def _handle_message(self, message: protocol.FromRank) -> None:
         match message:

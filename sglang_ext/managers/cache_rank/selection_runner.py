@@ -50,15 +50,10 @@ KEPT_APART = 128
 
 
 class BatchShape(NamedTuple):
-    """Properties of a batch that determine its launches.
+    """Properties of a batch that determine its launches: the number of selection requests, and of queries of each.
 
-    Attributes:
-        count: Selection requests.
-        queries: Queries of each.
-        ahead: The selection is for the token this many positions after the newest query.
-        most: Maximum tokens that a head keeps.
-        longest: Maximum tokens of a context.
-        first, layers: The pack of layers; all layers on a GPU.
+    The selection is for the token ``ahead`` positions after the newest query. A head keeps at most ``most`` tokens, of a context of at most
+    ``longest``. The pack has ``layers`` from ``first`` on; on a GPU it has all.
     """
 
     count: int
@@ -71,7 +66,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def build(cls, asks: Sequence[protocol.SelectionRequest], most: int) -> "BatchShape":
-        """Return the shape of a batch; ``most``: maximum tokens that any head keeps."""
+        """Return the shape of a batch. ``most``: maximum tokens that any head keeps."""
         longest = max(ask.covered for ask in asks)
         apart = max(LEAST_APART, (1 << (longest - 1).bit_length()) // 8)
         keep = min(most, -(-max(ask.keep for ask in asks) // KEPT_APART) * KEPT_APART)
@@ -79,9 +74,9 @@ class BatchShape(NamedTuple):
         return cls(len(asks), len(asks[0].positions), asks[0].ahead, keep, -(-longest // apart) * apart, *pack)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchInputs:
-    """Inputs of a batch, on the device.
+    """Inputs of the batches of a shape, on the device, and their graph.
 
     Attributes:
         form: Shape of the batch.
@@ -92,6 +87,10 @@ class BatchInputs:
         positions: int64 [requests, queries].
         there: int32 [requests], 1 for each published selection request.
         table: int32 [requests, longest], slots of their tokens.
+        lanes: Lanes and lengths in the table; None if it must be written again.
+        last: Number of the last batch of this shape.
+        replay: Replays the graph; None without one.
+        read: Tensors that the graph also reads.
     """
 
     form: BatchShape
@@ -101,6 +100,10 @@ class BatchInputs:
     positions: torch.Tensor
     there: torch.Tensor
     table: torch.Tensor
+    lanes: list[tuple[int, int]] | None = None
+    last: int = 0
+    replay: Callable[[], None] | None = None
+    read: object = None
 
     @classmethod
     def build(cls, form: BatchShape, device: torch.device) -> "BatchInputs":
@@ -112,8 +115,7 @@ class BatchInputs:
         return cls(form, numbers, *parts, there, torch.zeros(form.count, form.longest, dtype=torch.int32, device=device))
 
     def fill(self, asks: Sequence[protocol.SelectionRequest], entries: Sequence[int], words: Sequence[int]) -> None:
-        """Write the numbers of selection requests of this shape, the indices of their words, and the words. The table is written
-        separately."""
+        """Write the numbers of selection requests of this shape, the indices of their words, and the words, but not the table."""
         asked = [number for ask, entry, word in zip(asks, entries, words) for number in (entry, word, ask.keep)]
         contexts = [number for i, ask in enumerate(asks) for number in (i, ask.covered, ask.keep, 0)]
         positions = [position for ask in asks for position in ask.positions]
@@ -121,12 +123,7 @@ class BatchInputs:
 
 
 class SelectionRunner:
-    """Runs selections.
-
-    Args:
-        rotary: Rotary embedding of keys and queries.
-        by_kernels: Whether kernels select; otherwise PyTorch does.
-    """
+    """Runs selections, by kernels, or by PyTorch if ``by_kernels`` is False. ``rotary`` is the rotary embedding of keys and queries."""
 
     def __init__(
         self, memory: MappedExchangeBuffer, store: KeyStore, method: Spade, rotary: Rotary, device: torch.device, by_kernels: bool
@@ -137,11 +134,10 @@ class SelectionRunner:
         self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
         # Slots of each lane's tokens, int32.
         self._lane_slots: dict[int, torch.Tensor] = {}
-        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare_shape` is the last of the other
-        # shapes.
-        self._known: dict[BatchShape, _ShapeState] = {}
+        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare` is of the last other shape.
+        self._known: dict[BatchShape, BatchInputs] = {}
         self._batch_counts: Counter[BatchShape] = Counter()
-        self._rare_shape: _ShapeState | None = None
+        self._rare: BatchInputs | None = None
         self._num_batches = 0
 
     def hold(self, lane: int, places: torch.Tensor) -> None:
@@ -151,43 +147,44 @@ class SelectionRunner:
     def forget(self, lane: int) -> None:
         """Forget the slots of a lane's tokens."""
         self._lane_slots.pop(lane, None)
-        for known in (*self._known.values(), *filter(None, [self._rare_shape])):
-            known.table = None
+        for known in (*self._known.values(), *filter(None, [self._rare])):
+            known.lanes = None
 
-    def prepare(self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int], again: bool = False) -> "PreparedBatch":
-        """Copy the inputs of a batch to the device, and return its launch.
+    def prepare(
+        self, asks: Sequence[protocol.SelectionRequest], words: Sequence[int], again: bool = False
+    ) -> tuple[BatchInputs, Callable[[], None]]:
+        """Copy the inputs of a batch to the device. Also return what launches the kernels that answer its published selection requests.
 
-        Args:
-            asks: Selection requests for the same layers with equal numbers of queries and equal ``ahead``, one per lane.
-            words: Their words.
-            again: Batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
+        ``asks``, with their ``words``, are for the same layers with equal numbers of queries and equal ``ahead``, one per lane. With ``again``,
+        batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
         """
         # Checks that the lanes hold the tokens, before memory is allocated.
         places = [self._token_slots(ask) for ask in asks]
         form = BatchShape.build(asks, self._memory.shape.most)
         kept = self._known.get(form)
         # A recorded graph also serves published selection requests.
-        known = self._shape_state(form, again or (kept is not None and kept.replay is not None))
-        known.inputs.fill(asks, [self._memory.shape.entry(ask.lane, ask.first) for ask in asks], words)
+        inputs = self._inputs(form, again or (kept is not None and kept.replay is not None))
+        inputs.fill(asks, [self._memory.shape.entry(ask.lane, ask.first) for ask in asks], words)
         if not again:
-            known.inputs.there.fill_(1)
+            inputs.there.fill_(1)
         lanes = [(ask.lane, ask.covered) for ask in asks]
-        if known.table != lanes:
-            for row, held in zip(known.inputs.table, places):
+        if inputs.lanes != lanes:
+            for row, held in zip(inputs.table, places):
                 row[: len(held)] = held
-            known.table = lanes
+            inputs.lanes = lanes
         self._batch_counts[form] += again
-        if known.replay is None and self._batch_counts[form] > RECORDED_AFTER and self._can_add_graph():
-            known.replay = self._record_graph(known.inputs)
-            known.read = self._rotary.cached_rotations()
-        return PreparedBatch(known.inputs, known.replay or (lambda: self._launch_without_graph(known.inputs)))
+        if inputs.replay is None and self._batch_counts[form] > RECORDED_AFTER and self._can_add_graph():
+            inputs.replay = self._record_graph(inputs)
+            inputs.read = self._rotary.cached_rotations()
+        return inputs, inputs.replay or (lambda: self._launch_without_graph(inputs))
 
-    def _shape_state(self, form: BatchShape, again: bool) -> "_ShapeState":
+    def _inputs(self, form: BatchShape, again: bool) -> BatchInputs:
+        """Return the inputs of a shape. Those of shapes that are not frequent are kept until another one is needed."""
         if not again:
-            if self._rare_shape is None or self._rare_shape.inputs.form != form:
-                self._rare_shape = _ShapeState(BatchInputs.build(form, self._device))
-            return self._rare_shape
-        known = self._known[form] = self._known.pop(form, None) or _ShapeState(BatchInputs.build(form, self._device))
+            if self._rare is None or self._rare.form != form:
+                self._rare = BatchInputs.build(form, self._device)
+            return self._rare
+        known = self._known[form] = self._known.pop(form, None) or BatchInputs.build(form, self._device)
         self._num_batches += 1
         known.last = self._num_batches
         others = [each for each, found in self._known.items() if found.replay is None]
@@ -204,15 +201,15 @@ class SelectionRunner:
             return True
         if self._num_batches - self._known[recorded[0]].last < UNUSED:
             return False
-        del self._known[recorded[0]]
+        # Without a graph, the replay refers to its inputs.
+        self._known.pop(recorded[0]).replay = None
         return True
 
     def _token_slots(self, ask: protocol.SelectionRequest) -> torch.Tensor:
         """Return the slots of a selection request's tokens: int32 [covered]."""
         known = self._lane_slots.get(ask.lane)
         if known is None or len(known) < ask.covered:
-            known = self._store.slots(ask.lane, ask.covered).int().to(self._device)
-            self._lane_slots[ask.lane] = known
+            known = self._lane_slots[ask.lane] = self._store.slots(ask.lane, ask.covered).int().to(self._device)
         return known[: ask.covered]
 
     def _record_graph(self, inputs: BatchInputs) -> Callable[[], None]:
@@ -321,21 +318,3 @@ class SelectionRunner:
         kept = top_tokens(scores[None], keep, self._method.sinks, self._method.recent)[0]
         marked = mark_always(scores, self._method.sinks, self._method.recent)
         return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])
-
-
-class PreparedBatch(NamedTuple):
-    """A batch whose inputs are on the device. ``launch`` launches the kernels that answer its published selection requests."""
-
-    inputs: BatchInputs
-    launch: Callable[[], None]
-
-
-@dataclass
-class _ShapeState:
-    """A batch shape: inputs, lanes and lengths in its table, its last batch number, its replay, and tensors that the replay reads."""
-
-    inputs: BatchInputs
-    table: list[tuple[int, int]] | None = None
-    last: int = 0
-    replay: Callable[[], None] | None = None
-    read: object = None

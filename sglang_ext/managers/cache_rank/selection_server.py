@@ -1,7 +1,5 @@
 """The server loop of a cache rank: copies keys from the exchange buffer, and writes selections to it (exchange_buffer.py).
 
-With values, the rank also sends K and V of selected tokens that a request's compressed KV lacks.
-
 A message arrives as soon as the inference rank's host has launched the kernels that write to the exchange buffer, on a CPU after the data is
 written. The server uses the announced data once the words in the buffer show that it is written. Of two selection requests for the same
 request and pack of layers it answers only the newer. It answers the selection requests of several requests in one batch, but those of packs
@@ -48,11 +46,8 @@ PROBE_TOKENS = 1024
 class SelectionServer:
     """Serves one inference rank over one socket and an exchange buffer.
 
-    Args:
-        socket: Socket connected to the inference rank.
-        descriptor: Descriptor of the exchange buffer on a CPU; None on a GPU, where the first message carries its handle.
-        epoch: Epoch of this process.
-        device: Device that runs the selection.
+    On a CPU, ``descriptor`` is that of the exchange buffer. On a GPU it is None, because the first message carries the buffer's handle.
+    ``epoch`` is that of this process. ``device`` runs the selection.
     """
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
@@ -77,7 +72,8 @@ class SelectionServer:
         while is_running():
             # Waiting work must not wait for the next message.
             self._receive(0 if self._announced or self._waiting else int(BEAT_SECONDS * 1000))
-            self._answer_next()
+            if self._memory is not None:
+                self._answer_next()
             if time.monotonic() - self._last_heartbeat > BEAT_SECONDS:
                 self._beat()
 
@@ -111,10 +107,12 @@ class SelectionServer:
                 self._send(protocol.Heartbeat(self._epoch, message.number))
             case _ if self._memory is None:
                 raise ProtocolError(f"the first message must be Attach, not {type(message).__name__}")
-            case protocol.SelectionRequest():
-                self._on_selection_request(message)
-            case protocol.Append():
-                self._append(message)
+            case protocol.SelectionRequest() if not self._fits(message):
+                raise ProtocolError(f"{message} goes beyond {self._memory.shape}")
+            case protocol.Append() if (last := max(piece.place for piece in message.pieces)) >= self._memory.shape.places:
+                raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
+            case protocol.SelectionRequest() | protocol.Append():
+                self._announced.append(message)
             case protocol.Lease():
                 self._store.lease(message)
                 self._answering.forget(message.lane)
@@ -123,19 +121,11 @@ class SelectionServer:
                     self._skip(request)
                 self._store.free(message.lane)
 
-    def _on_selection_request(self, request: protocol.SelectionRequest) -> None:
-        shape = self._memory.shape
-        last = request.first + request.count
-        is_valid = last <= shape.layers and (shape.packs > 1 or request.count == shape.layers) and request.lane < shape.lanes
-        if not is_valid or request.keep > min(request.covered, shape.most):
-            raise ProtocolError(f"{request} goes beyond {shape}")
-        self._announced.append(request)
-
-    def _append(self, told: protocol.Append) -> None:
-        last = max(piece.place for piece in told.pieces)
-        if last >= self._memory.shape.places:
-            raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
-        self._announced.append(told)
+    def _fits(self, request: protocol.SelectionRequest) -> bool:
+        """Whether the exchange buffer has the request's lane, pack, and kept tokens."""
+        shape, last = self._memory.shape, request.first + request.count
+        has_pack = last <= shape.layers and (shape.packs > 1 or request.count == shape.layers) and request.lane < shape.lanes
+        return has_pack and request.keep <= min(request.covered, shape.most)
 
     def _drop(self, lane: int) -> list[protocol.SelectionRequest]:
         """Remove and return the selection requests of a lane."""
@@ -205,9 +195,9 @@ class SelectionServer:
         keep = max(1, min(shape.most, tokens // 8))
         request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
         self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
-        prepared = self._answering.prepare([request], [self._word(request)], again=True)
-        self._memory.await_words(prepared.inputs.asked, prepared.inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
-        prepared.launch()
+        inputs, launch = self._answering.prepare([request], [self._word(request)], again=True)
+        self._memory.await_words(inputs.asked, inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
+        launch()
         self._answering.forget(0)
 
     def _warm_up_lengths(self, cleared: int) -> None:
@@ -233,11 +223,13 @@ class SelectionServer:
         return epoch_word(self._epoch, request.sequence)
 
     def _skip(self, request: protocol.SelectionRequest | None) -> None:
+        """Mark a request as done, and reply that no tokens were selected."""
         if request is not None:
             self._memory.skip_requests([(self._entry(request), self._word(request))])
-            self._send(self._build_reply(request, False, 0.0))
+            self._send_reply(request)
 
     def _answer_next(self) -> None:
+        """Take announced data that has arrived, and answer the next selection requests."""
         # Keys that arrived with selection requests count in their duration.
         begun, answered = Mark.now(self._device), []
         if self._announced:
@@ -248,7 +240,11 @@ class SelectionServer:
         # Packs are answered one after another, whole steps together.
         taken = [*self._waiting][: 1 if self._memory.shape.packs > 1 else None]
         for _, group in groupby(sorted(map(self._waiting.pop, taken), key=_batch_key), key=_batch_key):
-            answered += self._answer(list(group), begun)
+            requests = list(group)
+            _, launch = self._answering.prepare(requests, [self._word(request) for request in requests])
+            launch()
+            self._send_replies(requests, begun, Mark.now(self._device))
+            answered += requests
             begun = Mark.now(self._device)
         newest = {self._entry(request): self._word(request) for request in answered}
         passed = [(entry, word) for entry, word in self._unwritten.items() if word > newest.get(entry, 0)]
@@ -302,28 +298,22 @@ class SelectionServer:
                 self._waiting[message.lane, message.first] = message
             else:
                 self._unwritten[self._entry(message)] = self._word(message)
-                self._send(self._build_reply(message, False, 0.0))
+                self._send_reply(message)
             self._announced.popleft()
         if taken:
             self._store.pull(self._memory, taken)
             self._wait()
             self._send(protocol.PlacesFreed(self._epoch, tuple(each.place for each in taken)))
 
-    def _answer(self, requests: Sequence[protocol.SelectionRequest], begun: Mark) -> Sequence[protocol.SelectionRequest]:
-        """Answer and return published selection requests of one :func:`_batch_key`. ``begun``: start of their work."""
-        self._answering.prepare(requests, [self._word(request) for request in requests]).launch()
-        self._send_replies(requests, begun, Mark.now(self._device))
-        return requests
-
     def _send_replies(self, requests: Sequence[protocol.SelectionRequest], begun: Mark, done: Mark) -> None:
         """Wait until selection requests are answered, and send the replies."""
         self._wait()
         for request in requests:
-            self._send(self._build_reply(request, True, begun.until(done), len(requests)))
+            self._send_reply(request, True, begun.until(done), len(requests))
 
-    def _build_reply(self, request: protocol.SelectionRequest, chosen: bool, seconds: float, together: int = 1) -> protocol.SelectionReply:
+    def _send_reply(self, request: protocol.SelectionRequest, chosen: bool = False, seconds: float = 0.0, together: int = 1) -> None:
         numbers = request.lane, request.first, request.count, request.sequence
-        return protocol.SelectionReply(self._epoch, *numbers, chosen, seconds, time.monotonic(), together)
+        self._send(protocol.SelectionReply(self._epoch, *numbers, chosen, seconds, time.monotonic(), together))
 
 
 def _batch_key(request: protocol.SelectionRequest) -> tuple[int, int]:

@@ -1,9 +1,7 @@
 """Client of the cache ranks on GPUs, for an inference rank on a GPU. The device orders the phases; the host never waits.
 
-1. Publish: on a second stream after a draft step, while the next steps run.
-2. Select: one selection request covers all layers of a step.
-3. Apply: one selection interval later (:class:`IntervalTuner`), a kernel waits for the selections, at most :data:`~.client.WAIT_SECONDS` per
-   step, and applies those that arrived.
+A selection request covers all layers of a step. It is published on a second stream while the next steps run. One selection interval later
+(:class:`IntervalTuner`), a kernel waits for the selections, at most :data:`~.client.WAIT_SECONDS` per step, and applies those that arrived.
 
 Only the device knows whether a selection was late. The host reads the counters of late selections afterwards. The client runs on a CPU, too:
 PyTorch then does the work of the kernels.
@@ -17,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,7 +23,7 @@ from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import CacheRankClient
 from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
-from sglang_ext.managers.cache_rank.leases import PendingSelection, RankRequest
+from sglang_ext.managers.cache_rank.leases import RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
 from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource, compile_lengths
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -47,25 +44,15 @@ MOST_STEPS = 16
 SHORTEST = 1e-4
 
 
-class SelectionSubmission(NamedTuple):
-    """A selection request to publish: its request, the message to the rank, and the data for the exchange buffer."""
-
-    request: RankRequest
-    selection_request: protocol.SelectionRequest
-    upload: QueryUpload
-
-
 class StepwiseClient(CacheRankClient):
-    """Client that publishes and applies the selections of whole steps. Arguments as :class:`CacheRankClient`'s.
-
-    Attributes:
-        interval_tuner: Tuner of the selection interval, in steps.
-    """
+    """Client that publishes and applies the selections of whole steps. ``interval_tuner`` sets the selection interval."""
 
     def __init__(
         self, links: Sequence[RankLink], method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, queries: QueryWindows
     ):
         super().__init__(links, method, token_table, buffers, queries)
+        # The only pack.
+        self._layers = Pack(0, len(buffers.keys))
         self._side, self._launched, self._since = SideStream(token_table.device), None, 0
         self.interval_tuner = IntervalTuner(method.compressor.every)
         self._device_counters = [ExchangeCounters(link.exchange_buffer.counters) for link in self.links]
@@ -74,7 +61,6 @@ class StepwiseClient(CacheRankClient):
 
     @property
     def interval(self) -> int:
-        """See :attr:`CacheRankClient.interval`."""
         return self.interval_tuner.every
 
     def compile_kernels(self) -> None:
@@ -88,7 +74,8 @@ class StepwiseClient(CacheRankClient):
             record = slots.int().expand(len(self.buffers.keys), self.buffers.keys[0].shape[1], -1).contiguous()
             coming = plan_refresh(record, 1, 2, 1, 1)[1]
             self.buffers.move_newest(coming, slots.expand(2), slots)
-        for exchange_buffer in [link.exchange_buffer for link in self.links]:
+        for link in self.links:
+            exchange_buffer = link.exchange_buffer
             word = exchange_buffer.word(1 << 31)
             exchange_buffer.put_keys([protocol.StagedTokens(0, 1, 0)], self.buffers, slots)
             exchange_buffer.publish(self._queries.pool, [QueryUpload([0] * window, 0, word, record)])
@@ -117,7 +104,6 @@ class StepwiseClient(CacheRankClient):
         self.interval_tuner.record_round(time.monotonic(), self.waited, forwards)
 
     def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
-        """See :meth:`AsyncSelector.on_step_end`."""
         every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
         if self._launched is not None:
             self._since += 1
@@ -126,7 +112,7 @@ class StepwiseClient(CacheRankClient):
                 self._wait_for_launched()
         due = self._due_rows(compressed_kv, ends, every, following is not None)
         # Apply before asking, because the rank serves only the newest selection request.
-        self._apply(compressed_kv, self._take_open_requests(compressed_kv, due))
+        self._apply(compressed_kv, due)
         for link in self.links:
             link.wait(0)
         rows_with_missing_keys = [row for row in ends if row not in due and self._lacks_keys(compressed_kv, row)]
@@ -148,20 +134,6 @@ class StepwiseClient(CacheRankClient):
             )  # fmt: skip
         return every
 
-    def _take_open_requests(
-        self, compressed_kv: CompressedKVSource, rows: Iterable[int]
-    ) -> list[tuple[int, RankRequest, PendingSelection]]:
-        """Take the open selection requests of some rows whose compressed KV still matches. Afterwards none of the rows has one open."""
-        found = []
-        for row in rows:
-            request, compressed = self._requests.get(row), compressed_kv.get(row)
-            if request is None:
-                continue
-            pending = request.pending.pop(0, None)
-            if pending is not None and not request.has_lost_rank and (pending.covered, pending.keep) == (compressed.covered, compressed.own_tokens):
-                found.append((row, request, pending))
-        return found
-
     def _publish(self, compressed_kv: CompressedKVSource, due: dict[int, int], rows_with_missing_keys: Sequence[int], every: int) -> None:
         """Write queries and keys of requests that are ``due`` to exchange buffers, and missing keys of other requests. Notify the ranks."""
         whole = {row: end for row, end in due.items() if self._has_keys(compressed_kv, row)}
@@ -173,59 +145,38 @@ class StepwiseClient(CacheRankClient):
 
     def _publish_batch(self, compressed_kv: CompressedKVSource, due: dict[int, int], every: int) -> None:
         """Publish the selection requests of some requests in one batch per rank, after their missing keys. Announces earlier writes too."""
-        submissions: dict[ExchangeBuffer, list[SelectionSubmission]] = {link.exchange_buffer: [] for link in self.links}
+        batches: dict[RankLink, list[tuple[RankRequest, QueryUpload, protocol.SelectionRequest]]] = {link: [] for link in self.links}
         for row, end in due.items():
             request = self._hand_over_keys(compressed_kv, row)
-            if request is not None and (submission := self._build_request(compressed_kv, row, request, end, every)):
-                submissions[request.leases.link.exchange_buffer].append(submission)
-        for exchange_buffer, batch in submissions.items():
-            self._submit(exchange_buffer, batch)
+            built = None if request is None else self._build_request(compressed_kv, row, request, self._layers, end, end + every)
+            if built is not None:
+                self._method_name = compressed_kv.get(row).method
+                batches[request.leases.link].append((request, *built))
+        for link, batch in batches.items():
+            exchange_buffer = link.exchange_buffer
+            number = exchange_buffer.reserve_number() if batch else exchange_buffer.number
+            exchange_buffer.publish(self._queries.pool, [upload for _, upload, _ in batch])
+            for request, _, message in batch:
+                try:
+                    link.send_message(msgspec.structs.replace(message, number=number, together=len(batch)))
+                except RankUnavailable as error:
+                    self.missed[str(error)] += 1
+                else:
+                    request.pending[self._layers.first] = message
 
-    def _submit(self, exchange_buffer: ExchangeBuffer, submissions: Sequence[SelectionSubmission]) -> None:
-        """Write selection requests to an exchange buffer, and announce them and all earlier writes to the rank."""
-        number = exchange_buffer.reserve_number() if submissions else exchange_buffer.number
-        exchange_buffer.publish(self._queries.pool, [each.upload for each in submissions])
-        for request, selection_request, _ in submissions:
-            try:
-                request.leases.link.send_message(msgspec.structs.replace(selection_request, number=number, together=len(submissions)))
-            except RankUnavailable as error:
-                self.missed[str(error)] += 1
-            else:
-                request.pending[0] = PendingSelection(selection_request.sequence, selection_request.covered, selection_request.keep)
-
-    def _build_request(
-        self, compressed_kv: CompressedKVSource, row: int, request: RankRequest, end: int, every: int
-    ) -> SelectionSubmission | None:
-        """Return a selection request with the queries before ``end``; None if there are none."""
-        compressed, exchange_buffer = compressed_kv.get(row), request.leases.link.exchange_buffer
-        places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
-        record = self._records.get(row)
-        if not places or (self.sends_rows and record is None):
-            return None
-        request.sequence += 1
-        selection_request = protocol.SelectionRequest(
-            request.lane, 0, exchange_buffer.shape.layers, request.sequence, compressed.covered, compressed.own_tokens, tuple(positions),
-            ahead=end + every - positions[-1],
-        )  # fmt: skip
-        self._method_name = compressed.method
-        return SelectionSubmission(
-            request,
-            selection_request,
-            QueryUpload(places, request.lane, exchange_buffer.word(request.sequence), None if record is None else record.positions),
-        )
-
-    def _apply(self, compressed_kv: CompressedKVSource, open_requests: Sequence[tuple[int, RankRequest, PendingSelection]]) -> None:
-        """Point compressed KV to the selections that arrive in time."""
-        if open_requests:
+    def _apply(self, compressed_kv: CompressedKVSource, rows: Iterable[int]) -> None:
+        """Point the compressed KV of some rows to the selections that arrive in time. Afterwards none of the rows has an open request."""
+        by_buffer: dict[ExchangeBuffer, list[SelectionTarget]] = {}
+        for row in rows:
+            request = self._requests.get(row)
+            target = None if request is None else self._take_target(compressed_kv, row, request, self._layers)
+            if target is not None:
+                by_buffer.setdefault(request.leases.link.exchange_buffer, []).append(target)
+        if by_buffer:
             # The wait ignores selection requests that are not written yet.
             self._wait_for_launched()
-        by_buffer: dict[ExchangeBuffer, list[SelectionTarget]] = {}
-        for row, request, pending in open_requests:
-            link = request.leases.link
-            target = self._target(compressed_kv, row, request, Pack(0, link.attach.shape.layers), pending)
-            by_buffer.setdefault(link.exchange_buffer, []).append(target)
-        for exchange_buffer, copies in by_buffer.items():
-            exchange_buffer.apply_selections(copies, self._table, self.buffers, self.max_wait_seconds / len(by_buffer))
+        for exchange_buffer, targets in by_buffer.items():
+            exchange_buffer.apply_selections(targets, self._table, self.buffers, self.max_wait_seconds / len(by_buffer))
 
     def _wait_for_launched(self) -> None:
         self._side.wait(self._launched)
@@ -237,7 +188,6 @@ class StepwiseClient(CacheRankClient):
         super().flush(row)
 
     def flush_all(self) -> None:
-        """See :meth:`AsyncSelector.flush_all`."""
         self._wait_for_launched()
         super().flush_all()
 
@@ -252,11 +202,7 @@ class StepwiseClient(CacheRankClient):
 
 
 class ExchangeCounters:
-    """Reads how much the counters of an exchange buffer have grown, as far as known without waiting for the device.
-
-    Args:
-        counters: int64 [counters], on the device, in the order of :data:`COUNTERS`.
-    """
+    """Reads how much ``counters`` of an exchange buffer, :data:`COUNTERS`, have grown, as far as known without waiting for the device."""
 
     def __init__(self, counters: torch.Tensor):
         self._counters, self._seen, self._coming = counters, dict.fromkeys(COUNTERS, 0), None
@@ -264,36 +210,27 @@ class ExchangeCounters:
 
     def look(self) -> dict[str, int]:
         """Return the growth since the last call, by name. Counts that the device has not delivered yet are in a later call."""
-        if self._counters.is_cuda:
-            if self._coming is not None and not self._coming.query():
-                return dict.fromkeys(COUNTERS, 0)
-            found = None if self._coming is None else self._read.tolist()
+        found = [*self._seen.values()]
+        if not self._counters.is_cuda:
+            found = self._counters.tolist()
+        elif self._coming is None or self._coming.query():
+            found = found if self._coming is None else self._read.tolist()
             self._read.copy_(self._counters, non_blocking=True)
             self._coming = torch.cuda.current_stream().record_event()
-            if found is None:
-                return dict.fromkeys(COUNTERS, 0)
-        else:
-            found = self._counters.tolist()
         before, self._seen = self._seen, dict(zip(COUNTERS, found))
         return {name: self._seen[name] - before[name] for name in COUNTERS}
 
 
 @dataclass
 class IntervalTuner:
-    """Selection interval of one inference rank, for all its cache ranks: the steps that a rank needs to select for all its requests, but at
-    least the configured number.
+    """Selection interval of one inference rank, for all its cache ranks: the steps that a rank needs to select for all its requests.
 
     If the selection for all requests takes longer than the interval, each step waits for it, up to the limit, and steps become as slow as
-    selections. So the client asks less often. In between, steps read the previous selection and the newest tokens.
-
-    The host can measure only whole rounds. It launches all steps of a round at once, far ahead of the device, and waits for the previous
-    round in between.
-
-    Args:
-        least: Minimum selection interval, in steps.
-        most: Maximum selection interval, in steps.
+    selections. So the client asks less often. In between, steps read the previous selection and the newest tokens. The host can measure only
+    whole rounds. It launches all steps of a round at once, far ahead of the device, and waits for the previous round in between.
 
     Attributes:
+        least, most: Minimum and maximum selection interval, in steps.
         every: Selection interval, in steps.
     """
 
@@ -312,19 +249,18 @@ class IntervalTuner:
         self._costs.append(seconds / together)
 
     def record_round(self, now: float, waited: float, forwards: int) -> None:
-        """Record the start of a round.
+        """Record the start of a round of so many ``forwards``, each of which counts as a step.
 
-        Args:
-            now: Seconds of a monotonic clock.
-            waited: Seconds that all steps so far have waited for selections.
-            forwards: Forwards of the round, each of which counts as a step.
+        ``now``: seconds of a monotonic clock. ``waited``: seconds that all steps so far have waited for selections.
         """
         self._rounds.append((now, waited, forwards))
 
     def record_step(self, requests: int) -> int:
         """Record a launched step and return the new :attr:`every`. ``requests``: maximum requests at one rank."""
         if len(self._rounds) > LEAST and len(self._costs) >= LEAST and requests:
-            self._update_interval(requests * median(self._costs) + BESIDE_SECONDS)
+            steps = (requests * median(self._costs) + BESIDE_SECONDS) / self.step_seconds
+            if steps > self.every or steps < SHORTEN_SHARE * (self.every - 1):
+                self.every = max(self.least, min(self.most, math.ceil(steps)))
         return self.every
 
     @property
@@ -333,8 +269,3 @@ class IntervalTuner:
         late."""
         rounds = zip(self._rounds, list(self._rounds)[1:])
         return max(SHORTEST, median((after[0] - before[0] - (after[1] - before[1])) / before[2] for before, after in rounds))
-
-    def _update_interval(self, cycle: float) -> None:
-        steps = cycle / self.step_seconds
-        if steps > self.every or steps < SHORTEN_SHARE * (self.every - 1):
-            self.every = max(self.least, min(self.most, math.ceil(steps)))

@@ -88,8 +88,8 @@ class HostOffload(Feature):
             return
         scheduler = provider.scheduler
         yield "offloaded_bytes", provider.bytes_per_token * provider.residency.offloaded_tokens
-        yield "link_reserved", scheduler.occupancy.link
-        yield "reload_room_reserved", scheduler.occupancy.memory
+        yield "link_reserved", scheduler.link.occupancy()
+        yield "reload_room_reserved", scheduler.memory.occupancy()
         yield "reservations", scheduler.admitted
         yield "waits", scheduler.refused
         yield "late_verifications", scheduler.num_postponed
@@ -97,12 +97,7 @@ class HostOffload(Feature):
 
 
 def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
-    """Attach the host tier to the prefix tree. Called before any forward.
-
-    Raises:
-        OptionError: The host has too little memory.
-        TransferError: The KV loaded back differs from the stored KV.
-    """
+    """Attach the host tier to the prefix tree. Called before any forward."""
     args, buffers = worker.server_args, worker.compressed_kv.buffers
     anchoring = create_anchoring(worker.compressed_kv, args.page_size, args.kv_store is not None)
     pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), frames=anchoring is not None)

@@ -23,14 +23,11 @@ BANDWIDTH_TOLERANCE = 0.1
 
 @dataclass
 class OffloadedFullKV(FullKVProvider):
-    """Full-KV provider of one scheduler process whose full KV may be on the host.
+    """Full-KV provider of one scheduler process whose full KV may be on the host. For members without a description see the base class.
 
     Attributes:
         scheduler: The reservations, by row of the token table.
-        residency: Tracks whose full KV is on the device.
         bytes_per_token: Bytes of full KV per token.
-        drafts_per_load: Pending drafts of a request before its full KV is loaded.
-        policy: Chooses how much full KV may leave the device, and how many drafts are pending per load; None if that is fixed.
         verifying_rows: Rows that verify in this iteration.
         waited_rounds: Iterations that loaded full KV waited for its verification, in total.
     """
@@ -52,13 +49,7 @@ class OffloadedFullKV(FullKVProvider):
         return self.residency.host.tier.defer_transfers()
 
     def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
-        """Start a round. Requests whose full KV has arrived verify in it.
-
-        Args:
-            reqs: The requests of the round.
-            drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
-            iteration_seconds: Measured duration of a round. None if not known yet.
-        """
+        """See :meth:`FullKVProvider.on_round_start`. Requests whose full KV has arrived verify in this round."""
         self.residency.collect_loads()
         self.residency.update(drafting)
         if iteration_seconds:
@@ -90,14 +81,10 @@ class OffloadedFullKV(FullKVProvider):
         self._bandwidth = before
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Return the rows to verify in this round.
+        """See :meth:`FullKVProvider.schedule_verifications`.
 
-        First, start the loads of this iteration. They may drop full KV that could be verified now. Otherwise resident requests would keep
+        The loads of this iteration start first. They may drop full KV that could be verified now. Otherwise resident requests would keep
         the device slots forever. Requests that do not fit wait, and are scheduled again later.
-
-        Args:
-            rounds: By row of the token table, the rounds of drafts after this one until there are enough for a load, at least 1.
-            ripe: Rows with enough drafts for a verification of full KV on the device.
         """
         offloaded = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
         resident = [row for row in rounds if row in ripe and row not in offloaded]
@@ -110,10 +97,7 @@ class OffloadedFullKV(FullKVProvider):
         return self.verifying_rows
 
     def _reserve_and_start(self, rounds: dict[int, int]) -> None:
-        """Schedule verifications of requests whose full KV is on the host only, first the refused ones, in the order of their refusal.
-
-        Then start the loads scheduled for this iteration.
-        """
+        """Schedule verifications of requests whose full KV is on the host only, refused ones first, and start the loads of this iteration."""
         for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
             tokens = 0 if row in self.verifying_rows or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
@@ -129,27 +113,21 @@ class OffloadedFullKV(FullKVProvider):
                 self._cancel(row)
 
     def is_offloaded(self, row: int) -> bool:
-        """Whether a request's row must not be read, because full KV is missing or in other slots."""
         return self.residency.is_offloaded(row)
 
     def full_kv_start(self, row: int, protected: int) -> int:
-        """First position from which a request's row points to full KV. The prefix tree has ``protected`` tokens of it."""
         return protected if self.is_offloaded(row) else 0
 
     def is_lost(self, row: int) -> bool:
-        """Whether some of a request's full KV is in no tier, so that it must be recomputed."""
         return self.residency.is_lost(row)
 
     def pin_while_reading(self, row: int) -> AbstractContextManager[None]:
-        """Keep the part of a request's full KV that is on the device, inside the context."""
         return self.residency.pin_while_reading(row)
 
     def restore(self, row: int) -> None:
-        """Point a request's row to its full KV, for its verification."""
         self.residency.restore(row)
 
     def pin_for_round(self, row: int) -> None:
-        """Keep the full KV on the device of the request in ``row``, which decodes on it in this iteration."""
         self.residency.load(row)
         self._pinned.add(row)
 
@@ -160,7 +138,6 @@ class OffloadedFullKV(FullKVProvider):
         self._pinned.clear()
 
     def forget(self, row: int) -> None:
-        """Remove the request in ``row``, which has ended."""
         self._cancel(row)
         self.residency.forget(row)
 

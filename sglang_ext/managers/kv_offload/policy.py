@@ -12,6 +12,7 @@ turnaround for the host's work.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median_low
 from typing import NamedTuple
 
@@ -27,13 +28,6 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 LEAST_SHARE = 1e-3
 
 
-class DraftTiming(NamedTuple):
-    """Number of requests in a draft step, and its duration in seconds."""
-
-    requests: int
-    seconds: float
-
-
 class VerifyTiming(NamedTuple):
     """Number of requests and of tokens that a round verified, and its duration without drafts in seconds."""
 
@@ -43,36 +37,34 @@ class VerifyTiming(NamedTuple):
 
 
 def fit_costs(
-    draft: DraftTiming, rests: Sequence[VerifyTiming], *, weights: float, context: float, link: float, memory: float, budget: float, drafts: int
-) -> Costs:
+    drafting: int, draft_seconds: float, rests: Sequence[VerifyTiming], *, weights: float, context: float, link: float, memory: float,
+    budget: float, drafts: int,
+) -> Costs:  # fmt: skip
     """Fit costs to measured times (least squares, no negative costs).
 
     If launches take longer than reading, as with small models, a verification takes less time than reading at the speed of a draft step.
     Then the verification gives the bandwidth, and ``weights`` also includes the constant cost of each forward.
 
-    Args:
-        draft: The current time of a draft step.
-        rests: Times of some rounds, at least one of them with a verification.
-        weights: Bytes of the model.
-        context: Bytes of full KV per request. For the other arguments see :class:`~sglang_ext.managers.kv_offload.throughput_model.Costs`.
+    A draft step of ``drafting`` requests now takes ``draft_seconds``. ``rests`` are times of some rounds, at least one of them with a
+    verification. For the other arguments see :class:`~sglang_ext.managers.kv_offload.throughput_model.Costs`.
 
     Raises:
         CostError: A time is not above 0.
     """
     known = Costs(weights, context, 1.0, link, memory, budget, drafts)
-    copies = draft.requests * known.compressed_bytes
+    copies = drafting * known.compressed_bytes
     verifying = np.array([rest.requests > 0 for rest in rests])
     # Time in addition to a forward that reads as many bytes as a draft step.
-    seconds = np.array([rest.seconds for rest in rests]) - verifying * draft.seconds
+    seconds = np.array([rest.seconds for rest in rests]) - verifying * draft_seconds
     read = np.array([rest.requests * context for rest in rests]) - verifying * copies
     tokens = np.array([rest.tokens for rest in rests], dtype=float)
-    per_byte = longest = draft.seconds / (weights + copies)
+    per_byte = longest = draft_seconds / (weights + copies)
     if (seconds - longest * read).sum() < 0:
         _, seen = _fit(read / context, seconds)
         per_byte = min(longest, max(seen / context, LEAST_SHARE * longest))
     turnaround, per_token = _fit(tokens, seconds - per_byte * read)
     bandwidth = 1 / per_byte if per_byte else 0.0
-    each = max(0.0, draft.seconds * bandwidth - copies)
+    each = max(0.0, draft_seconds * bandwidth - copies)
     return replace(known, weights=each, bandwidth=bandwidth, turnaround=turnaround, token_seconds=per_token)
 
 
@@ -104,9 +96,10 @@ class OffloadDecision(NamedTuple):
 
 
 class ObservedRound(NamedTuple):
-    """A measured round: a draft step, the rest of the round, and the mean context length of its requests in tokens."""
+    """A measured round: its requests, seconds of a draft step, the rest of the round, and the mean context length in tokens."""
 
-    draft: DraftTiming
+    drafting: int
+    draft_seconds: float
     rest: VerifyTiming
     context: float
 
@@ -143,28 +136,25 @@ class OffloadPolicy:
 
     def observe(self, plan: RoundPlan, spent: RoundTimes) -> None:
         """Record the times of a round."""
-        if not spent.num_draft_steps:
-            return
-        draft = DraftTiming(len(plan.states), spent.draft_step)
-        tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
-        rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.rest)
-        self._rounds.append(ObservedRound(draft, rest, sum(plan.lengths) / len(plan.lengths)))
+        if spent.num_draft_steps:
+            tokens = sum(plan.num_draft_tokens(i) + 1 for i in plan.verify_reqs)
+            rest = VerifyTiming(len(plan.verify_reqs), tokens, spent.rest)
+            self._rounds.append(ObservedRound(len(plan.states), spent.draft_step, rest, sum(plan.lengths) / len(plan.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> OffloadDecision:
         """Decide what may leave the device from now on. :attr:`initial_decision` before there are enough measurements.
 
-        Args:
-            probability: Probability that a draft is accepted if all previous ones were.
-            link: Bandwidth of loads, bytes of full KV per second.
-            share: Share of full KV that compressed KV keeps.
+        ``probability``: that a draft is accepted if all previous ones were. ``link``: bandwidth of loads, bytes of full KV per second.
+        ``share``: share of full KV that compressed KV keeps.
         """
         usable = self._usable_rounds()
         if not any(seen.rest.requests for seen in usable):
             return self.initial_decision
-        running = usable[-1].draft.requests
+        running = usable[-1].drafting
         try:
             costs = fit_costs(
-                DraftTiming(running, median_low(seen.draft.seconds for seen in usable)),
+                running,
+                median_low(seen.draft_seconds for seen in usable),
                 _fastest_half([seen.rest for seen in usable]),
                 weights=self.weights,
                 context=usable[-1].context * self.bytes_per_token,
@@ -176,9 +166,7 @@ class OffloadPolicy:
         except CostError:
             return self.initial_decision
 
-        def best(requests: int, tier: throughput_model.Tier) -> throughput_model.OffloadPlan:
-            return throughput_model.best_plan(costs, round(probability, 3), requests, tier, self.longest)
-
+        best = partial(throughput_model.best_plan, costs, round(probability, 3), longest=self.longest)
         if self.tier == "auto":
             mixed, device = best(self.requests, "auto"), best(self.requests, "device")
             self.is_offloading = mixed.tokens_per_second >= (KEEP_OFFLOAD_GAIN if self.is_offloading else OFFLOAD_GAIN) * device.tokens_per_second
@@ -191,7 +179,7 @@ class OffloadPolicy:
     def _usable_rounds(self) -> list[ObservedRound]:
         """Return the rounds with as many requests as the last one, if there are enough. Otherwise return all rounds."""
         rounds = list(self._rounds)
-        alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
+        alike = [seen for seen in rounds if seen.drafting == rounds[-1].drafting]
         return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
 
 

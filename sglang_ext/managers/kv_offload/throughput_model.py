@@ -6,11 +6,8 @@ This is the cost model of VeriCache (section 4.2, equations (3) and (5)-(11)), i
 
 - A verification shares its round with drafts. So a request verifies every ``x / y`` rounds, and (9) becomes ``B_c * l <= x_c / y``, with
   ``l`` the rounds that a load takes. If the link is slower, rounds last as long as their loads (10): more drafts in that time gain nothing.
-
 - A draft step and a verification are separate forwards: each reads the weights.
-
 - Compressed KV has its own slots, in addition to full KV on the device: such a request holds both.
-
 - A load holds memory for its full KV in all S rounds that it spans, and while it is verified. This memory is counted in whole contexts,
   because a part of one is of no use. (Paper: correction of (5).)
 """
@@ -102,19 +99,14 @@ def draft_seconds(costs: Costs, requests: float) -> float:
 
 
 def verify_seconds(costs: Costs, requests: float, tokens: float = 0.0) -> float:
-    """Seconds of a verification of ``requests`` requests. Below 1, the mean over rounds of which some have no verification.
-
-    Args:
-        tokens: Verified tokens of all requests.
-    """
+    """Seconds of a verification of so many requests with ``tokens`` in total. Below 1 request, the mean over rounds, some of which verify none."""
     read = np.minimum(requests, 1) * costs.weights + requests * costs.context
     return read / costs.bandwidth + tokens * costs.token_seconds
 
 
-def round_seconds(costs: Costs, requests: float, resident: float, reloaded: float, tokens: float = 0.0) -> float:
-    """Seconds of a round with ``requests`` that draft, of which ``resident`` + ``reloaded`` verify ``tokens`` tokens (7)."""
-    drafting = costs.drafts * draft_seconds(costs, requests)
-    return drafting + verify_seconds(costs, resident + reloaded, tokens) + costs.turnaround
+def round_seconds(costs: Costs, requests: float, verifying: float, tokens: float) -> float:
+    """Seconds of a round in which ``requests`` draft, and ``verifying`` requests verify ``tokens`` tokens (7)."""
+    return costs.drafts * draft_seconds(costs, requests) + verify_seconds(costs, verifying, tokens) + costs.turnaround
 
 
 Tier = Literal["auto", "device", "host"]
@@ -151,14 +143,10 @@ def plain_decoding_plan(costs: Costs, requests: int) -> OffloadPlan:
 
 @lru_cache(maxsize=1024)
 def best_plan(costs: Costs, p: float, requests: int, tier: Tier = "auto", longest: int = MAX_DRAFTS) -> OffloadPlan:
-    """Return the plan for up to ``requests`` requests with the most tokens per second.
+    """Return the plan for up to ``requests`` requests, with at most ``longest`` drafts until a verification, with the most tokens per second.
 
-    The search is exhaustive if all ranges have at most :data:`POINTS` values. Plain decoding is a candidate unless all full KV must
-    leave the device. Of equal plans it takes the one with fewer loads. A plan without requests: not even one request fits.
-
-    Args:
-        tier: Where full KV may be stored. ``auto`` for device and host.
-        longest: Maximum drafts until a verification.
+    The search is exhaustive if all ranges have at most :data:`POINTS` values. Plain decoding is a candidate unless ``tier`` is ``host``, so
+    that all full KV must leave the device. Of equal plans it takes the one with fewer loads. A plan without requests: not even one fits.
 
     Raises:
         CostError: A round has more drafts than ``longest``.
@@ -216,16 +204,14 @@ def throughput(
 ) -> np.ndarray:
     """Tokens per second in the steady state (11), for arrays that broadcast. 0 where memory does not suffice.
 
-    Args:
-        p: Probability that a draft is accepted if all previous ones were.
-        resident, offloaded: Requests with full KV on the device, and those that load it.
-        rounds_resident, rounds_offloaded: Rounds between two verifications of a request, at least 1 (x_g / y, x_c / y).
+    ``p``: probability that a draft is accepted if all previous ones were. ``rounds_resident``, ``rounds_offloaded``: rounds between two
+    verifications of a request, at least 1 (x_g / y, x_c / y).
     """
     due_g, due_c = resident / rounds_resident, offloaded / rounds_offloaded
     drafts_g, drafts_c = costs.drafts * np.asarray(rounds_resident), costs.drafts * np.asarray(rounds_offloaded)
     tokens = due_g * expected_tokens(p, drafts_g) + due_c * expected_tokens(p, drafts_c)
     verified = due_g * (drafts_g + 1) + due_c * (drafts_c + 1)
-    computing = round_seconds(costs, resident + offloaded, due_g, due_c, verified)
+    computing = round_seconds(costs, resident + offloaded, due_g + due_c, verified)
     seconds = np.maximum(computing, due_c * costs.load_seconds)
     spans = np.maximum(1, np.ceil(costs.load_seconds / seconds - ROUNDING))
     buffers = np.ceil(due_c * (spans + 1) - ROUNDING)

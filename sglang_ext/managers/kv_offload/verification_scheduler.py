@@ -3,12 +3,9 @@
 An iteration is a round: all requests draft, then the due requests verify. In each iteration the engine calls, in this order:
 
 1. :meth:`VerificationScheduler.advance`.
-
 2. :meth:`~VerificationScheduler.due`, and :meth:`~VerificationScheduler.late` for each due request whose load is not complete.
-
 3. :meth:`~VerificationScheduler.admit` for the requests that verify now (their next verification), for new requests, and for those
    that were refused before.
-
 4. :meth:`~VerificationScheduler.loads_to_start`. The engine starts these loads in the returned order.
 
 The scheduler learns at the start of iteration d that a load due in d is complete. So the load's link time is before d, and its memory is
@@ -34,13 +31,9 @@ class VerificationScheduleError(ValueError):
 
 
 class ReservationRing:
-    """Amounts reserved in each of a fixed number of coming iterations, up to a capacity per iteration.
+    """Amounts reserved in each of ``horizon`` coming iterations (W in the paper), up to a capacity per iteration.
 
     The current iteration is 0. Totals are exactly rounded sums of the reserved amounts, independent of earlier reservations and releases.
-
-    Args:
-        capacity: Capacity of each iteration, in the unit of the amounts.
-        horizon: Number of iterations, including the current one (W in the paper).
 
     Raises:
         ReservationError: The capacity is negative, or the horizon is below 2.
@@ -94,11 +87,8 @@ class ReservationRing:
         return all(self._totals[i] + amount <= room for i in range(first, last + 1))
 
     def reserve(self, amount: float, first: int, last: int) -> None:
-        """Reserve ``amount`` in each iteration from ``first`` to ``last``.
-
-        Raises:
-            ReservationError: An iteration has less free. Nothing is reserved then.
-        """
+        """Reserve ``amount`` in each iteration from ``first`` to ``last``. If one has less free, raise :class:`ReservationError`, and reserve
+        nothing."""
         if not self.fits(_checked("amount", amount), first, last):
             least = min(self.free(i) for i in range(first, last + 1))
             raise ReservationError(
@@ -116,11 +106,8 @@ class ReservationRing:
         self._sum(range(first, last + 1))
 
     def release(self, amount: float, first: int, last: int) -> None:
-        """Release an amount that was reserved in each iteration from ``first`` to ``last``.
-
-        Raises:
-            ReservationError: An iteration has no such reservation. Nothing is released then.
-        """
+        """Release an amount that was reserved in each iteration from ``first`` to ``last``. If one has no such reservation, raise
+        :class:`ReservationError`, and release nothing."""
         self._check(first, last)
         for i in range(first, last + 1):
             if amount not in self._amounts[i]:
@@ -157,13 +144,6 @@ def _checked(name: str, value: float) -> float:
     return value
 
 
-class Occupancy(NamedTuple):
-    """Reserved shares of the current iteration's link time, and of the memory for loads, from 0 to 1."""
-
-    link: float
-    memory: float
-
-
 class VerificationSlot(NamedTuple):
     """Iterations in which a load begins and in which its request verifies; equal without a load. The current iteration is 0."""
 
@@ -175,9 +155,7 @@ class VerificationSlot(NamedTuple):
 class _Planned:
     """A planned load from iteration ``start`` on, and a verification in iteration ``due``. Iterations count from the first of all.
 
-    Attributes:
-        parts: Link time in each iteration from ``start``, seconds. Empty without a load.
-        tokens: Memory held from ``start`` to ``due``, in the unit of the memory ring.
+    ``parts``: link time in each iteration from ``start``, seconds; empty without a load. ``tokens``: memory held from ``start`` to ``due``.
     """
 
     start: int
@@ -189,9 +167,9 @@ class _Planned:
 class VerificationScheduler:
     """Places verifications and their loads so that link time and memory suffice in each iteration.
 
-    A load shares the iterations at both ends of its span with other loads, so that rounding never leaves the link idle. A load of S
-    iterations' link time may use parts of S + 1. No load is planned inside the span of another one. So a link that serves loads in the
-    order of :meth:`loads_to_start` completes all of them in time.
+    A load of S iterations' link time may use parts of S + 1. It shares those at both ends with other loads, so that the link is never idle.
+    No load is planned inside the span of another one. So a link that serves loads in the order of :meth:`loads_to_start` completes
+    all of them in time.
 
     Args:
         iteration_seconds: Measured duration of an iteration.
@@ -202,8 +180,7 @@ class VerificationScheduler:
     Attributes:
         link: Link time of loads in seconds. Set its capacity to the measured duration of an iteration; reserved seconds stay.
         memory: Memory held by loads, and by verifications of the loaded KV. Set its capacity when other uses of the memory change.
-        admitted: Number of successful :meth:`admit` calls.
-        refused: Number of refused :meth:`admit` calls. The requests wait.
+        admitted, refused: Numbers of successful and of refused :meth:`admit` calls.
         num_postponed: Number of verifications postponed because their load was late.
 
     Raises:
@@ -219,11 +196,6 @@ class VerificationScheduler:
         self._verifying: dict[Hashable, _Planned] = {}
 
     @property
-    def occupancy(self) -> Occupancy:
-        """Occupancy of the current iteration."""
-        return Occupancy(self.link.occupancy(), self.memory.occupancy())
-
-    @property
     def max_load_seconds(self) -> float:
         """Maximum link seconds of a load within the horizon."""
         return self.link.capacity * (self.link.horizon - 2)
@@ -235,16 +207,12 @@ class VerificationScheduler:
             planned.parts = [part * factor for part in planned.parts]
 
     def admit(self, key: Hashable, seconds: float, tokens: float, wanted: int) -> VerificationSlot | None:
-        """Place a request's next verification. None if nothing fits: call it again in a later iteration.
+        """Place a request's next verification after about ``wanted`` rounds of drafts (x in the paper), at least 1.
 
-        With a load, it tries the due iterations ``wanted``, one more, one less, two more..., from the length of the load to the horizon.
-        A request whose full KV is on the device (0 seconds, 0 tokens) verifies in the next iteration at the earliest. It gets the
-        iteration near ``wanted`` with the fewest due requests.
-
-        Args:
-            seconds: Link time of the load.
-            tokens: Memory that the load holds, in the unit of ``memory``.
-            wanted: Rounds of drafts until the verification (x in the paper), at least 1.
+        The load takes ``seconds`` of link time, and holds memory for ``tokens``. It tries the due iterations ``wanted``, one more, one less,
+        two more..., from the length of the load to the horizon. A request whose full KV is on the device (0 seconds, 0 tokens) gets the
+        iteration near ``wanted`` with the fewest due requests, the next one at the earliest. Returns None if nothing fits: call it again in a
+        later iteration.
 
         Raises:
             VerificationScheduleError: The request already has a coming verification, or a number is out of range.
@@ -275,8 +243,8 @@ class VerificationScheduler:
 
     def loads_to_start(self) -> list[Hashable]:
         """Requests whose load begins in this iteration, in the order in which the link must serve them."""
-        found = [(each.due, key) for key, each in self._planned.items() if each.parts and each.start == self._now]
-        return [key for _, key in sorted(found, key=lambda pair: pair[0])]
+        found = [key for key, each in self._planned.items() if each.parts and each.start == self._now]
+        return sorted(found, key=lambda key: self._planned[key].due)
 
     def due(self) -> list[Hashable]:
         """Requests that verify in this iteration, in the order in which they were admitted."""
@@ -285,9 +253,8 @@ class VerificationScheduler:
     def late(self, key: Hashable) -> list[Hashable]:
         """Postpone a verification of this iteration to the next one, because its load is not complete. Its memory stays held.
 
-        Returns:
-            Requests whose reservations were cancelled to free memory, in the order in which their loads would have begun. Admit them again
-            in that order, so that none of them is overtaken repeatedly.
+        Returns the requests whose reservations were cancelled to free memory, in the order in which their loads would have begun. Admit them
+        again in that order, so that none of them is overtaken repeatedly.
 
         Raises:
             VerificationScheduleError: The request is not due, or its next verification is already scheduled.
@@ -298,8 +265,8 @@ class VerificationScheduler:
         # Loads that began earlier were held together with the late load until now. It fits without the loads that have not begun.
         displaced = []
         if not self.memory.fits(late.tokens, 1, 1):
-            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > self._now]
-            displaced = [other for _, other in sorted(coming, key=lambda pair: pair[0])]
+            coming = [other for other, each in self._planned.items() if each.tokens and each.start > self._now]
+            displaced = sorted(coming, key=lambda other: self._planned[other].start)
             for other in displaced:
                 self.cancel(other)
         if late.tokens:
@@ -348,10 +315,8 @@ class VerificationScheduler:
         return None
 
     def _forms(self, seconds: float, due: int, span: int, joined: bool) -> Iterator[list[float]]:
-        """Yield link seconds per iteration of loads that end just before ``due``, the best one first.
-
-        With ``joined``, a load may use the rest of the iteration before the span. It is set if memory is less scarce than the link.
-        """
+        """Yield link seconds per iteration of loads that end just before ``due``, the best one first. With ``joined``, set if memory is less
+        scarce than the link, a load may use the rest of the iteration before the span."""
         if seconds and self.link.free(due - 1) <= ROUNDING * self.link.capacity:
             return
         first = max(0, due - span - 1)
@@ -361,10 +326,8 @@ class VerificationScheduler:
             yield parts[::-1]
 
     def _fill(self, seconds: float, iterations: list[int]) -> Iterator[list[float]]:
-        """Yield the seconds in each of ``iterations``, in their order, each as full as possible. Yield nothing if they do not suffice.
-
-        Backward, unneeded iterations are left out. Forward, all must be needed: otherwise there is an earlier slot.
-        """
+        """Yield the seconds in each of ``iterations``, each as full as possible. Yield nothing if they do not suffice, or if a forward load
+        does not need all of them: there is an earlier slot then. Backward, unneeded iterations are left out."""
         parts, left = [], seconds
         for iteration in iterations:
             parts.append(min(left, self.link.free(iteration)))

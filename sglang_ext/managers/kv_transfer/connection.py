@@ -28,37 +28,19 @@ logger = logging.getLogger(__name__)
 MUCH = 1 << 18
 
 
+# Milliseconds to wait for libzmq's reason why it gave up a connection.
+EVENT_MS = 100
+# Minimum seconds over which the receiver's rate is measured.
+MEASURED = 0.02
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
 class BrokenConnection(Exception):
     """This connection cannot be used any more. The next one may work."""
 
 
 class ProtocolViolation(Exception):
     """A sender sent an unexpected message. It must reconnect."""
-
-
-@dataclass(eq=False)
-class ReceivedPart:
-    """A part of which at least one frame has arrived: its checksum so far, its bytes, which may be kept, and the number received."""
-
-    header: PageHeader
-    digest: xxhash.xxh3_64
-    content: memoryview
-    # The last update of the checksum in another thread.
-    reading: Future | None = None
-    filled: int = 0
-
-    def has_valid_checksum(self) -> bool:
-        """Return whether the checksum of the complete part is correct. Waits until it is computed."""
-        if self.reading is not None:
-            self.reading.result()
-        return self.digest.intdigest() == self.header.checksum
-
-
-# Milliseconds to wait for libzmq's reason why it gave up a connection.
-EVENT_MS = 100
-# Minimum seconds over which the receiver's rate is measured.
-MEASURED = 0.02
-_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
@@ -68,7 +50,6 @@ class Connection:
     the connection, or the data is not a message.
 
     Attributes:
-        heard, pinged: Times of the receiver's last message, and of the last ping to it.
         window: Bytes that may be in flight; 0 until the receiver has answered Hello.
         credit: Bytes that may be sent now.
         rate: Bytes per second that the receiver took recently.
@@ -87,6 +68,7 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys.public, keys.secret, keys.public
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
         self.socket.connect(endpoint)
+        # Times of the receiver's last message, and of the last ping to it.
         self.heard = self.pinged = time.monotonic()
         self.window = self.credit = 0
         # Bytes taken since ``_taken_since``, and when the link became idle: idle time does not count for the rate.
@@ -192,7 +174,7 @@ class Reachability:
         if not self.connected:
             self.metrics.add("kv_links", 1)
             if self._was_connected:
-                self.metrics.count_reconnect()
+                self.metrics.add("kv_link_reconnects", 1)
         self.connected = self._was_connected = True
         self.record_progress()
 
@@ -236,16 +218,32 @@ class Reachability:
 
 
 @dataclass(eq=False)
+class ReceivedPart:
+    """A part of which at least one frame has arrived: its checksum so far, its bytes, which may be kept, and the number received."""
+
+    header: PageHeader
+    digest: xxhash.xxh3_64
+    content: memoryview
+    # The last update of the checksum in another thread.
+    reading: Future | None = None
+    filled: int = 0
+
+    def has_valid_checksum(self) -> bool:
+        """Return whether the checksum of the complete part is correct. Waits until it is computed."""
+        if self.reading is not None:
+            self.reading.result()
+        return self.digest.intdigest() == self.header.checksum
+
+
+@dataclass(eq=False)
 class SenderConnection:
     """A sender's connection, seen from its receiver. Used by one thread.
 
     Attributes:
         link: Id of the link, which stays the same when the sender reconnects.
-        allowance: Bytes that the sender may still send.
-        heard: Time of its last message.
+        allowance, ungranted: Bytes that the sender may still send, and bytes taken and not granted again.
         allocate: Allocates this many bytes, for a part in several frames.
         reader: Thread that updates checksums, in order; None to use the caller's thread.
-        ungranted: Bytes taken and not granted again.
         waiting: Bytes of complete parts that are not written.
         acked: Written parts whose acknowledgement is not sent.
     """
@@ -253,7 +251,6 @@ class SenderConnection:
     address: bytes
     link: bytes
     allowance: int
-    heard: float
     allocate: Callable[[int], bytearray | np.ndarray] = bytearray
     reader: ThreadPoolExecutor | None = None
     ungranted: int = 0
@@ -301,10 +298,8 @@ class SenderConnection:
         self._partial.pop(stream, None)
 
     def grant(self, window: int) -> wire.Received | None:
-        """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send.
-
-        While more than half a window waits to be written, nothing is granted. The caller asks again after each written part.
-        """
+        """Return a message that grants the taken bytes again and acknowledges written parts; None if there is nothing to send."""
+        # While more than half a window waits to be written, nothing is granted. The caller asks again after each written part.
         granted, acked = 0 if 2 * self.waiting > window else self.ungranted, tuple(self.acked[:MAX_ACKS])
         self.allowance += granted
         self.ungranted -= granted

@@ -27,11 +27,7 @@ MOST_WAITING = 4096
 
 @dataclass(frozen=True)
 class LinkKeys:
-    """A CURVE key pair that both ends of all links of a deployment share. It authenticates senders and receivers.
-
-    Attributes:
-        public, secret: 40 characters each, in Z85.
-    """
+    """A CURVE key pair, in Z85, that both ends of all links of a deployment share. It authenticates senders and receivers."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -82,13 +78,10 @@ class LinkKeys:
 
 
 def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
-    """Refuse endpoints that other users or machines can access without keys.
+    """Refuse endpoints that other users or machines can access without keys. Raise :class:`LinkError` with what to pass instead.
 
     ``ipc://`` must name a file in a folder that only this user can enter. ``tcp://`` must name an address and a port; another machine's
     access needs keys.
-
-    Raises:
-        LinkError: The endpoint is refused; the message says why, and what to pass.
     """
     transport, _, place = endpoint.partition("://")
     if transport == "ipc" and place.startswith("/"):
@@ -110,10 +103,7 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
 def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
     """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
-    :func:`check_endpoint` accepts ``endpoint``; port 0 takes a free port. On failure ``context`` is destroyed.
-
-    Raises:
-        LinkError: The endpoint is in use.
+    Port 0 takes a free port. If the endpoint is in use, ``context`` is destroyed and :class:`LinkError` is raised.
     """
     zap = None
     socket = context.socket(zmq.ROUTER)
@@ -142,10 +132,8 @@ def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[
 def lock_socket_folder(endpoint: str) -> Iterator[None]:
     """Lock the folder while a server binds its socket. First remove the socket files that no server listens on.
 
-    A killed server leaves its file. Between its bind and its listen, a running server looks the same, so servers bind one at a time.
-
-    Raises:
-        LinkError: Another server holds the folder's lock for too long.
+    A killed server leaves its file. Between its bind and its listen, a running server looks the same, so servers bind one at a time. If
+    another server holds the lock for too long, :class:`LinkError` is raised.
     """
     transport, _, place = endpoint.partition("://")
     if transport != "ipc":

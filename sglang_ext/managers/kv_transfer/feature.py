@@ -34,8 +34,8 @@ class ArrivingFullKV(FullKVProvider):
     def __init__(self, ranks: TPRanks = TPRanks()) -> None:
         self._ranks = ranks
         self._arrivals: dict[int, ProgressiveReceiver] = {}
-        self._here: set[int] = set()
-        self._lost: set[int] = set()
+        # By row: whether all KV has arrived (True), or the rest will not arrive (False).
+        self._outcomes: dict[int, bool] = {}
         self.early = self
 
     def expect(self, row: int, arrival: "ProgressiveReceiver") -> None:
@@ -44,15 +44,15 @@ class ArrivingFullKV(FullKVProvider):
 
     def on_round_start(self, reqs: "list[Req]", drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """Update the arrived requests: KV that is complete on all ranks can be verified at the end of this round."""
-        waiting = sorted(self._arrivals.keys() - self._here - self._lost)
+        waiting = sorted(self._arrivals.keys() - self._outcomes.keys())
         if not waiting:
             return
         seen = [(self._arrivals[row].complete, self._arrivals[row].failure is not None) for row in waiting]
         for row, *ranks in zip(waiting, *self._ranks.gather(seen), strict=True):
             if any(failed for _, failed in ranks):
-                self._lost.add(row)
+                self._outcomes[row] = False
             elif all(complete for complete, _ in ranks):
-                self._here.add(row)
+                self._outcomes[row] = True
 
     def is_early(self, row: int) -> bool:
         """Return whether a request drafts on its anchor, or has pending drafts that were made on it."""
@@ -60,11 +60,11 @@ class ArrivingFullKV(FullKVProvider):
 
     def has_arrived(self, row: int) -> bool:
         """Return whether all KV of an early request has arrived."""
-        return row in self._here
+        return self._outcomes.get(row, False)
 
     def is_lost(self, row: int) -> bool:
         """Return whether the rest of a request's KV will not arrive."""
-        return row in self._lost
+        return self._outcomes.get(row) is False
 
     def recompute_source(self, row: int) -> "ProgressiveReceiver | None":
         """Return the receiver of an early request; None for other requests."""
@@ -77,18 +77,13 @@ class ArrivingFullKV(FullKVProvider):
     def forget(self, row: int) -> None:
         """Remove the request in ``row``, which ended or is an ordinary one. Its slots are no longer written to."""
         arrival = self._arrivals.pop(row, None)
-        self._here.discard(row)
-        self._lost.discard(row)
+        self._outcomes.pop(row, None)
         if arrival is not None:
             arrival.cancel()
 
 
 class KVTransfer(Feature):
-    """Early decoding, quantized prompts, and the newest queries of prompts.
-
-    Attributes:
-        prompt_queries: Converts the newest queries of requests to bytes and back.
-    """
+    """Early decoding, quantized prompts, and the newest queries of prompts."""
 
     prompt_queries: PromptQueries
     _worker: Worker
@@ -112,13 +107,11 @@ class KVTransfer(Feature):
         return self._arriving
 
     def arriving_full_kv(self, req: "Req", tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
-        """Return the provider for a request that decodes early; None if all KV must arrive first.
-
-        A request that cannot draft, or has no tokens to draft, does not need an anchor. A request that decodes early may have to be
-        prefilled again. SGLang's second request to the prefill server has tokens only, without adapter, image or embedding.
-        """
+        """Return the provider for a request that decodes early; None if all KV must arrive first."""
+        # A request that cannot draft, or has no tokens to draft, does not need an anchor.
         if not options.has_early_decoding(self.args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
             return None
+        # It may have to be prefilled again. SGLang's second request has tokens only, without adapter, image or embedding.
         if not is_token_only(req):
             return None
         self._bind(tree_cache)

@@ -5,9 +5,9 @@ A room knows its expected and received parts, and guarantees that nothing is wri
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
@@ -34,10 +34,9 @@ class RoomSink(Protocol):
 
 @dataclass(frozen=True)
 class ExpectedRoom:
-    """The expected parts of a room.
+    """The expected parts of a room. The sender must announce the same shape.
 
     Attributes:
-        shape: Its parts. The sender must announce the same shape.
         most_bytes: Maximum bytes of one part, for each stream of the shape.
         prefix_hashes: Hash of each page (page_codec.py), which anchors and residuals must carry; empty to skip the comparison.
     """
@@ -55,31 +54,18 @@ class ExpectedRoom:
             raise LinkError(f"{len(self.prefix_hashes)} prefix hashes of {self.shape.pages} pages; pass one per page, or none")
 
 
-@dataclass(eq=False)
 class IncomingRoom:
-    """A room between its registration and its end.
+    """A room between its registration and its end. ``link``: id of the link that opened it, which ``IncomingRooms`` sets."""
 
-    Attributes:
-        link: Id of the link that opened it; None until then. ``IncomingRooms`` sets it.
-        ended: Whether it accepts nothing more.
-        complete: Whether all parts are written.
-    """
-
-    number: int
-    expected: ExpectedRoom
-    sink: RoomSink
-    link: bytes | None = None
-    ended: bool = field(default=False, init=False)
-    complete: bool = field(default=False, init=False)
-    _bitmaps: dict[Stream, bytearray] = field(init=False)
-    _counts: dict[Stream, int] = field(init=False)
-    _repeats: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False)
-    # Held during calls of the sink. Reentrant, because the sink itself may abort.
-    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
-
-    def __post_init__(self) -> None:
-        self._bitmaps = {stream: bytearray(-(-self.expected.shape.parts(stream) // 8)) for stream in Stream}
-        self._counts = dict.fromkeys(Stream, 0)
+    def __init__(self, number: int, expected: ExpectedRoom, sink: RoomSink) -> None:
+        self.number, self.expected, self.sink = number, expected, sink
+        self.link: bytes | None = None
+        self.ended = self.complete = False
+        # Numbers of written parts, and how often each part had a wrong checksum.
+        self._written: dict[Stream, set[int]] = {stream: set() for stream in Stream}
+        self._repeats: Counter[tuple[Stream, int]] = Counter()
+        # Held during calls of the sink. Reentrant, because the sink itself may abort.
+        self._lock = threading.RLock()
 
     def part(self, header: PageHeader) -> int:
         """Return the number of a part. Raise ``LinkError`` if it is not expected."""
@@ -101,19 +87,21 @@ class IncomingRoom:
         with self._lock:
             if self.ended:
                 return self.complete
-            if self._bitmaps[stream][number // 8] >> number % 8 & 1:
+            if number in self._written[stream]:
                 return True
             self._call(self.sink.write, header, payload)
-            self._bitmaps[stream][number // 8] |= 1 << number % 8
-            self._counts[stream] += 1
-            if self._counts[stream] == self.expected.shape.parts(stream) and not self.ended:
+            self._written[stream].add(number)
+            if self._has_all(stream) and not self.ended:
                 self._call(self.sink.arrived, stream)
             return True
+
+    def _has_all(self, stream: Stream) -> bool:
+        return len(self._written[stream]) == self.expected.shape.parts(stream)
 
     def finish(self) -> bool:
         """End the room if it is complete. Return whether it is."""
         with self._lock:
-            complete = not self.ended and all(self._counts[stream] == self.expected.shape.parts(stream) for stream in Stream)
+            complete = not self.ended and all(map(self._has_all, Stream))
             if complete:
                 self.ended = self.complete = True
                 self._call(self.sink.ended, None)
@@ -133,14 +121,13 @@ class IncomingRoom:
 
     def can_retry(self, stream: Stream, number: int, most: int) -> bool:
         """Count a wrong checksum of a part. Return whether it may be requested again."""
-        seen = self._repeats[stream, number] = self._repeats.get((stream, number), 0) + 1
-        return seen <= most
+        self._repeats[stream, number] += 1
+        return self._repeats[stream, number] <= most
 
     def have(self) -> Have:
         """Return the message that lists the written parts."""
         with self._lock:
-            anchors, residuals = bytes(self._bitmaps[Stream.ANCHOR]), bytes(self._bitmaps[Stream.RESIDUAL])
-            return Have(self.number, anchors, residuals, bool(self._counts[Stream.AUX]))
+            return Have.of(self.number, self.expected.shape, self._written)
 
     def _call(self, function, *arguments) -> None:
         try:
@@ -152,10 +139,8 @@ class IncomingRoom:
 class IncomingRooms:
     """All rooms of one receiver that have not ended. Called from any thread. No sink is called while the lock is held.
 
-    Args:
-        endpoint: The receiver's endpoint, for errors.
-        finished: Number of finished rooms to remember, for senders that missed the last acknowledgement.
-        tell: Sends the end of a room to the sender of a link. Called from any thread, so it must not block.
+    ``finished`` rooms are remembered, for senders that missed the last acknowledgement. ``tell`` sends the end of a room to the sender of a
+    link. It is called from any thread, so it must not block.
     """
 
     def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
@@ -198,9 +183,9 @@ class IncomingRooms:
             return self._finished.get((link, number))
 
     def abort(self, number: int) -> None:
-        """Accept nothing more of a room. After this call its sink is not called, so the memory that it writes to may be reused.
+        """Accept nothing more of a room, if it has not ended. After this call its sink is not called, so its memory may be reused.
 
-        This waits for a running call of the sink, so the caller must hold no lock that the sink takes. Does nothing if the room has ended.
+        This waits for a running call of the sink, so the caller must hold no lock that the sink takes.
         """
         with self._lock:
             room, failing = self._rooms.get(number), self._failing.get(number)

@@ -15,7 +15,7 @@ class LinkLimits:
     """Limits of a link. The two ends may differ, except that no frame exceeds the receiver's window.
 
     Attributes:
-        frame_bytes: Maximum bytes of a part in one frame. Paced links use fewer (limits.py). An urgent part waits for the current frame.
+        frame_bytes: Maximum bytes of a part in one frame. Paced links use fewer. An urgent part waits for the current frame.
         window_bytes: Bytes that a sender may have in flight before the receiver grants more.
         residual_bytes, residual_seconds: Bytes in flight from which no residual is sent, so that anchors wait little on a slow network. The
             larger of ``residual_bytes`` and the receiver's bytes in ``residual_seconds`` applies.
@@ -73,22 +73,17 @@ IDLE, PAUSE = 1e-3, 2e-3
 
 
 class NetworkInterface:
-    """The rate limit and the priority of anchors over residuals that all links of one prefill rank share.
+    """The rate limit and the priority of anchors over residuals that all links of one prefill rank share. Any thread may call its methods.
 
-    While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals. Methods may be called
-    from any thread.
+    While a link has an anchor or an auxiliary record that its receiver would take, the other links send no residuals.
 
-    The rate is a token bucket, exact over time, with bounded bursts. The bucket may be overdrawn by one message per link, so that messages
-    larger than the burst can be sent. The next message then waits longer. In any interval of t seconds at most burst + rate * t + one
-    message per link are sent. Times are seconds of one monotonic clock.
+    The rate is a token bucket, exact over time. The bucket may be overdrawn by one message per link, so that messages larger than the burst
+    can be sent. The next message then waits longer. In any interval of t seconds at most burst + rate * t bytes + one message per link are
+    sent. Times are seconds of one monotonic clock.
 
     Args:
         gbps: Gbit/s (10^9 bits) that all prefill ranks of this host send at most (``--kv-link-gbps``), 0.01 or more; None for no limit.
         ranks: Prefill ranks of this host. They send equally much, so each has an equal part of the rate.
-
-    Attributes:
-        rate: Bytes per second of this rank; None for no limit.
-        burst: Bytes that may be sent at once after a pause.
     """
 
     def __init__(self, gbps: float | None = None, ranks: int = 1) -> None:
@@ -136,10 +131,7 @@ class NetworkInterface:
 
 
 class PollThrottle:
-    """Slows down a scheduler that only polls rooms. Otherwise it would hold the GIL that the threads of links need.
-
-    A loop polls all its rooms; it pauses at one of them.
-    """
+    """Slows down a scheduler that only polls rooms: it pauses at one of them. Otherwise it would hold the GIL that links need."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:
         self._now, self._pause = now, pause

@@ -21,9 +21,9 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart, OutgoingQueue, OutgoingRoom, SendListener
+from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingQueue, OutgoingRoom, SendListener
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
-from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, LinkSettings, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LayerRange, LinkError, LinkSettings, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,14 @@ CHECK_SECONDS, RECONNECT_SECONDS, CLOSE_SECONDS = 0.05, 0.1, 0.2
 POLL_SECONDS = 0.002
 # Seconds without an anchor after which residuals are sent before the room's remaining anchors.
 QUIET_SECONDS = 0.02
+# Layers in the headers of auxiliary records, which have no meaning.
+AUX_LAYERS = LayerRange(0, 1)
 
 
 class Link:
-    """Rooms that one sender sends to one receiver. All methods may be called from any thread, and none waits for the network.
+    """Rooms that one sender sends to one receiver, a ``LinkServer``. All methods may be called from any thread; none waits for the network.
 
     Args:
-        endpoint: Endpoint of a ``LinkServer`` (endpoints.py).
         settings: Settings of this end, which must equal the receiver's.
         interface: Rate limit and priority that it shares with other links; None: no limit, shared with no other link.
         keys: Key pair of both ends; None for no encryption, on this machine only.
@@ -53,7 +54,7 @@ class Link:
         outstanding_bytes: Sent bytes that the receiver has not granted again; at most its window.
 
     Raises:
-        LinkError: The endpoint is refused.
+        LinkError: The endpoint is refused (endpoints.py).
     """
 
     def __init__(
@@ -104,10 +105,9 @@ class Link:
         return self._receiver.connected
 
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
-        """Open a room whose parts will be offered. An early call lets the receiver answer early which parts it has.
+        """Open a room whose parts will be offered. Raise ``LinkError`` if the room is open, or the link is closed or was refused.
 
-        Raises:
-            LinkError: The room is open, or the link is closed or was refused.
+        An early call lets the receiver answer early which parts it has.
         """
         with self._lock:
             if self.refusal or self._closing:
@@ -117,26 +117,31 @@ class Link:
             self._metrics.add("kv_link_rooms", 1)
             self._notify()
 
-    def offer(self, room: int, part: OutgoingPart) -> bool:
-        """Queue a part. Its bytes must not change until it is acknowledged or the room has ended. Return False if the room has ended.
+    def offer(
+        self, room: int, stream: Stream, payload: memoryview | bytes, page: int = 0, layers: LayerRange = AUX_LAYERS, prefix_hash: bytes = b""
+    ) -> bool:
+        """Queue a part, described as in its :class:`PageHeader`. Return False if the room has ended.
+
+        ``payload`` is not copied. It is contiguous, and must not change until the part is acknowledged or the room has ended.
 
         Raises:
             LinkError: The room has no such part, the part was offered before, or too many bytes are queued.
         """
+        payload = memoryview(payload).cast("B")
         # The checksum is computed here, because the link's own thread is busy.
-        header = self._queue.header(room, part)
+        header = self._queue.header(room, stream, payload, page, layers, prefix_hash)
         with self._lock:
-            if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
+            if self._queue.queued + len(payload) > self._limits.queued_bytes and room in self._queue.rooms:
                 raise LinkError(
-                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more exceed queued_bytes, "
+                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(payload)} more exceed queued_bytes, "
                     f"{self._limits.queued_bytes}; wait until some are acknowledged, or raise it"
                 )
-            live = self._queue.offer(part, header)
+            live = self._queue.offer(header, payload)
             self._notify()
         return live
 
     def cancel(self, room: int, reason: str = "cancelled") -> None:
-        """Send nothing more of a room. Its listener's ``ended`` follows. Does nothing if the room is not open."""
+        """Send nothing more of a room, if it is open. Its listener's ``ended`` follows."""
         with self._lock:
             self._end(room, f"the sender ended it: {reason}")
             self._cancels.append((room, reason))
@@ -271,14 +276,14 @@ class Link:
         quiet = now >= self._quiet_from
         with self._lock:
             queued_part = self._queue.next() or (self._queue.next_early_residual() if quiet else None)
-            room = self._queue.rooms.get(queued_part.room) if queued_part is not None else None
+            room = self._queue.rooms.get(queued_part.header.room) if queued_part is not None else None
         if room is None:
             self._waits.set_wait_reason(None)
             self._interface.set_urgent(id(self), False)
             return CHECK_SECONDS if quiet else QUIET_SECONDS
-        begin = queued_part.offset
-        payload = queued_part.part.payload[begin : begin + self._frame_bytes]
-        is_residual = queued_part.part.stream is Stream.RESIDUAL
+        begin, stream = queued_part.offset, queued_part.header.stream
+        payload = queued_part.payload[begin : begin + self._frame_bytes]
+        is_residual = stream is Stream.RESIDUAL
         most_residual = max(self._limits.residual_bytes, connection.rate * self._limits.residual_seconds)
         exceeds_limit = is_residual and connection.outstanding >= most_residual
         takes = len(payload) + FRAME_OVERHEAD <= connection.credit and not exceeds_limit
@@ -299,7 +304,7 @@ class Link:
         self._interface.take(size, now := time.monotonic())
         if not is_residual:
             self._quiet_from = now + QUIET_SECONDS
-        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(queued_part.part.stream, room.shape))
+        self._metrics.count("kv_link_sent_bytes", len(payload), stream_label(stream, room.shape))
         room.is_idle()
         room.reading.append(tracker)
         with self._lock:

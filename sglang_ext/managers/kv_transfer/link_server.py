@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import zmq
@@ -38,17 +39,12 @@ class LinkServer:
     """Rooms of any number of senders that this process receives. All methods may be called from any thread.
 
     Args:
-        endpoint: Endpoint to listen on (endpoints.py); port 0 takes a free port.
         settings: Settings of this end, which the senders' must equal.
         keys: Key pair of both ends; None for no encryption, on this machine only.
         take: Allocates this many bytes, in which parts are assembled and which sinks may keep. Called by the server's thread.
 
-    Attributes:
-        endpoint: The endpoint that it listens on.
-        rooms: Rooms to receive.
-
     Raises:
-        LinkError: The endpoint is refused or in use.
+        LinkError: The endpoint is refused or in use (endpoints.py).
     """
 
     def __init__(
@@ -71,12 +67,11 @@ class LinkServer:
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards the data that other threads pass to the thread.
         self._lock = threading.Lock()
-        self.rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._queue_note, metrics)
+        self.rooms = IncomingRooms(self.endpoint, limits.finished_rooms, partial(self._call, self._tell), metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
-        # Results of the writer: connection, header, and message to the sender; None if the part's room has ended.
-        self._written: deque[tuple[SenderConnection, PageHeader, wire.Acked | wire.Retransmit | None]] = deque()
-        self._notes: deque[tuple[bytes, wire.Ended]] = deque()
+        # Calls that other threads leave to the thread.
+        self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
         # Used by the server's thread only.
         self._peers: dict[bytes, SenderConnection] = {}
@@ -95,10 +90,10 @@ class LinkServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _queue_note(self, link: bytes, note: wire.Ended) -> None:
-        """Queue a message to a sender. Called from any thread."""
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Let the thread call a function. Called from any thread."""
         with self._lock:
-            self._notes.append((link, note))
+            self._calls.append(partial(function, *arguments))
             self._notify()
 
     def _notify(self) -> None:
@@ -145,8 +140,8 @@ class LinkServer:
                 if refused is not None:
                     logger.error("%s refused a connection from %s: its keys differ", self.endpoint, refused)
             drained = self._read_messages()
-            self._report_written()
-            self._send_notes()
+            while self._calls:
+                self._calls.popleft()()
             now = time.monotonic()
             # Reading may have taken long: a sender is silent only if all messages were read.
             if drained and now - checked > CHECK_SECONDS:
@@ -182,7 +177,7 @@ class LinkServer:
                 return
             if peer is None:
                 raise ProtocolViolation("no Hello was received on this connection")
-            peer.heard = self._heard[peer.link] = time.monotonic()
+            self._heard[peer.link] = time.monotonic()
             if isinstance(message, wire.Frame) != (len(frames) == 2):
                 raise ProtocolViolation(f"a {type(message).__name__} of {len(frames)} frames")
             match message:
@@ -212,20 +207,21 @@ class LinkServer:
             self._send(address, wire.Refused(differs))
             return
         if hello.link in self._heard:
-            self._metrics.count_reconnect()
+            self._metrics.add("kv_link_reconnects", 1)
         if hello.link in self._links:
             self._drop_connection(self._links[hello.link].address)
-        peer = SenderConnection(address, hello.link, self._limits.window_bytes, time.monotonic(), self._take_memory, self._reader)
         self._drop_connection(address)
-        self._peers[address] = self._links[hello.link] = peer
-        self._heard[hello.link] = peer.heard
+        self._peers[address] = self._links[hello.link] = SenderConnection(
+            address, hello.link, self._limits.window_bytes, self._take_memory, self._reader
+        )
+        self._heard[hello.link] = time.monotonic()
         self._metrics.add("kv_links", 1)
         self._send(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
         state = self.rooms.open(room, peer.link)
         if state is None and self.rooms.finished(room, peer.link) is not None:
-            self._send(peer.address, wire.Have.all_of(room, shape))
+            self._send(peer.address, wire.Have.of(room, shape, {stream: range(shape.parts(stream)) for stream in wire.Stream}))
         elif state is None:
             self._send(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:
@@ -258,10 +254,7 @@ class LinkServer:
         self._grant_if_much(peer)
 
     def _acknowledge_again(self, peer: SenderConnection, frame: wire.Frame, size: int) -> None:
-        """Acknowledge the end of a retransmitted part of a finished room.
-
-        The room was finished by parts of a broken connection while this part was sent again, so no other acknowledgement follows.
-        """
+        """Acknowledge a retransmitted part of a finished room: parts of a broken connection had finished it meanwhile."""
         header = frame.header
         shape = self.rooms.finished(header.room, peer.link)
         number = None if shape is None or frame.offset + size < header.size else shape.part(header.stream, header.page, header.layers)
@@ -297,23 +290,19 @@ class LinkServer:
         except Exception:
             logger.exception("a part of room %d cannot be written", state.number)
             self.rooms.fail(state, "an internal error ended it; the receiver's log has it")
-        with self._lock:
-            self._written.append((peer, header, reply))
-            self._notify()
+        self._call(self._report_written, peer, header, reply)
 
-    def _report_written(self) -> None:
-        """Acknowledge parts that the writer has finished, and send grants that waited for them."""
-        while self._written:
-            peer, header, reply = self._written.popleft()
-            peer.waiting -= header.size
-            if self._peers.get(peer.address) is not peer:
-                continue
-            self._to_grant.add(peer.address)
-            if isinstance(reply, wire.Retransmit):
-                self._request_again(peer, header, reply)
-            elif reply is not None:
-                peer.acked.append(reply)
-            self._grant_if_much(peer)
+    def _report_written(self, peer: SenderConnection, header: PageHeader, reply: wire.Acked | wire.Retransmit | None) -> None:
+        """Acknowledge a part that the writer has finished, unless its room has ended (None), and send grants that waited for it."""
+        peer.waiting -= header.size
+        if self._peers.get(peer.address) is not peer:
+            return
+        self._to_grant.add(peer.address)
+        if isinstance(reply, wire.Retransmit):
+            self._request_again(peer, header, reply)
+        elif reply is not None:
+            peer.acked.append(reply)
+        self._grant_if_much(peer)
 
     def _request_again(self, peer: SenderConnection, header: PageHeader, again: wire.Retransmit) -> None:
         self._metrics.count("kv_link_refused_frames", 1, "checksum")
@@ -337,12 +326,10 @@ class LinkServer:
         if received is not None:
             self._send(peer.address, received)
 
-    def _send_notes(self) -> None:
-        while self._notes:
-            link, note = self._notes.popleft()
-            # An unreachable sender opens the room again when it is back.
-            if link in self._links:
-                self._send(self._links[link].address, note)
+    def _tell(self, link: bytes, note: wire.Ended) -> None:
+        # An unreachable sender opens the room again when it is back.
+        if link in self._links:
+            self._send(self._links[link].address, note)
 
     def _drop_silent_senders(self, now: float) -> None:
         """Fail the rooms of senders that are silent for too long, and remove those senders."""

@@ -11,7 +11,6 @@ A part of a higher stream interrupts a lower one, which continues afterwards. At
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,36 +23,12 @@ _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
 
 @dataclass(eq=False)
-class OutgoingPart:
-    """A part to send. Its bytes must not change until it is acknowledged or its room has ended.
-
-    Attributes:
-        payload: Contiguous bytes; they are not copied.
-        page: Index of the page, counted from the first page that is transferred; 0 for aux.
-        layers: Layers of the KV; any value for aux.
-        prefix_hash: 32 bytes (page_codec.py), or empty.
-    """
-
-    stream: Stream
-    payload: memoryview | bytes
-    page: int = 0
-    layers: LayerRange = LayerRange(0, 1)
-    prefix_hash: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.payload = memoryview(self.payload).cast("B")
-        if len(self.payload) > MAX_PART_BYTES:
-            raise LinkError(f"a part of {len(self.payload)} bytes; a part has at most {MAX_PART_BYTES}: give the room more layer ranges")
-
-
-@dataclass(eq=False)
 class QueuedPart:
     """A part that is queued or being sent. ``number`` is its number in its stream, ``offset`` that of its next frame in bytes."""
 
-    room: int
-    number: int
-    part: OutgoingPart
     header: PageHeader
+    payload: memoryview
+    number: int
     offset: int = 0
     repeats: int = 0
 
@@ -70,13 +45,11 @@ class OutgoingRoom:
     """State of an outgoing room. ``OutgoingQueue`` changes it; the link's thread changes ``reading``.
 
     Attributes:
-        opened: Time of opening, in seconds of ``time.monotonic``.
         reading: Trackers of frames that libzmq may still read.
         confirmed: Whether the receiver has answered on this connection which parts it has.
         offered: Parts that are not acknowledged, by stream and number.
         waiting: Offered parts that wait for other parts of the room.
         sent_parts: Numbers of parts that were completely sent on this connection, or are acknowledged.
-        acknowledged_parts: Numbers of acknowledged parts.
     """
 
     number: int
@@ -108,11 +81,9 @@ class OutgoingRoom:
 
 
 class OutgoingQueue:
-    """All rooms of one link. Callers hold a lock. Methods raise ``LinkError`` for parts and rooms that the state does not allow.
+    """All rooms of one link that have not ended, and the ``queued`` bytes of parts that are not acknowledged. Callers hold a lock.
 
-    Attributes:
-        rooms: Rooms that have not ended.
-        queued: Bytes of parts that are not acknowledged.
+    Methods raise ``LinkError`` for parts and rooms that the state does not allow.
     """
 
     def __init__(self, codec: str, rank: int) -> None:
@@ -127,36 +98,33 @@ class OutgoingQueue:
             raise LinkError(f"room {room} is open on this link; cancel the room before it is sent again")
         self.rooms[room] = OutgoingRoom(room, shape, listener)
 
-    def header(self, room: int, part: OutgoingPart) -> PageHeader:
+    def header(self, room: int, stream: Stream, payload: memoryview, page: int, layers: LayerRange, prefix_hash: bytes) -> PageHeader:
         """Return the header of a part of a room. Reads the whole part once. Needs no lock."""
-        stated = part.stream, part.page, part.layers, self._rank, self._codec, len(part.payload), part.prefix_hash
-        return PageHeader(room, *stated).sealed(part.payload)
+        if len(payload) > MAX_PART_BYTES:
+            raise LinkError(f"a part of {len(payload)} bytes; a part has at most {MAX_PART_BYTES}: give the room more layer ranges")
+        return PageHeader(room, stream, page, layers, self._rank, self._codec, len(payload), prefix_hash).sealed(payload)
 
-    def offer(self, part: OutgoingPart, header: PageHeader) -> bool:
+    def offer(self, header: PageHeader, payload: memoryview) -> bool:
         """Queue a part with its :meth:`header`. Return False if the room has ended."""
-        room = header.room
+        room, stream = header.room, header.stream
         if room not in self.rooms:
             return False
         state = self.rooms[room]
-        number = state.shape.part(part.stream, part.page, part.layers)
+        number = state.shape.part(stream, header.page, header.layers)
         if number is None:
-            raise LinkError(f"room {room} has no {part.stream} of page {part.page} and {part.layers}; it is {state.shape}")
-        if (part.stream, number) in state.offered or number in state.acknowledged_parts[part.stream]:
-            raise LinkError(f"{part.stream} of page {part.page} and {part.layers} of room {room} was offered before; offer each part once")
-        self.queued += len(part.payload)
-        state.offered[part.stream, number] = sending = QueuedPart(room, number, part, header)
-        state.waiting[part.stream].append(sending)
+            raise LinkError(f"room {room} has no {stream} of page {header.page} and {header.layers}; it is {state.shape}")
+        if (stream, number) in state.offered or number in state.acknowledged_parts[stream]:
+            raise LinkError(f"{stream} of page {header.page} and {header.layers} of room {room} was offered before; offer each part once")
+        self.queued += len(payload)
+        state.offered[stream, number] = sending = QueuedPart(header, payload, number)
+        state.waiting[stream].append(sending)
         self._release(state)
         return True
 
     def confirm(self, have: Have) -> None:
         """Record which parts of a room the receiver has; the room may then be sent."""
         room = self.rooms[have.room]
-        found = {
-            Stream.ANCHOR: set(_bits(have.anchors)),
-            Stream.RESIDUAL: set(_bits(have.residuals)),
-            Stream.AUX: {0} if have.aux else set(),
-        }
+        found = have.parts()
         for stream, numbers in found.items():
             if any(number >= room.shape.parts(stream) for number in numbers):
                 raise LinkError(
@@ -192,11 +160,11 @@ class OutgoingQueue:
     def advance(self, sending: QueuedPart, size: int) -> None:
         """Record that ``size`` more bytes of the part of :meth:`next` were sent; 0 for an empty part. Its room may have ended."""
         sending.offset += size
-        room = self.rooms.get(sending.room)
-        if room is None or sending.offset < len(sending.part.payload):
+        room, stream = self.rooms.get(sending.header.room), sending.header.stream
+        if room is None or sending.offset < len(sending.payload):
             return
-        self._queues[sending.part.stream].popleft()
-        room.sent_parts[sending.part.stream].add(sending.number)
+        self._queues[stream].popleft()
+        room.sent_parts[stream].add(sending.number)
         self._release(room)
 
     def arrived(self, room: int, stream: Stream, number: int) -> None:
@@ -228,9 +196,9 @@ class OutgoingQueue:
         """Remove a room and its parts, and return it; None if it is not open."""
         state = self.rooms.pop(room, None)
         if state is not None and state.offered:
-            self.queued -= sum(len(sending.part.payload) for sending in state.offered.values())
+            self.queued -= sum(len(sending.payload) for sending in state.offered.values())
             for stream, queue in self._queues.items():
-                self._queues[stream] = deque(sending for sending in queue if sending.room != room)
+                self._queues[stream] = deque(sending for sending in queue if sending.header.room != room)
         return state
 
     def pause(self) -> None:
@@ -248,7 +216,7 @@ class OutgoingQueue:
     def _arrived(self, room: OutgoingRoom, stream: Stream, number: int) -> None:
         sending = room.offered.pop((stream, number), None)
         if sending is not None:
-            self.queued -= len(sending.part.payload)
+            self.queued -= len(sending.payload)
         room.sent_parts[stream].add(number)
         room.acknowledged_parts[stream].add(number)
 
@@ -257,10 +225,3 @@ class OutgoingQueue:
             if waiting and room.can_send(stream):
                 self._queues[stream].extend(waiting)
                 waiting.clear()
-
-
-def _bits(bitmap: bytes) -> Iterator[int]:
-    for place, byte in enumerate(bitmap):
-        for bit in range(8):
-            if byte >> bit & 1:
-                yield 8 * place + bit

@@ -11,12 +11,11 @@ request's own row points to SGLang's padding page, as after full KV was freed (q
 retracted request is prefilled again.
 
 SGLang prefills prompts ahead of their decode side (``--optimistic-prefill-attempts``), and keeps their full KV until that side has slots. A
-prompt that will be sent as quantized KV is packed as soon as it is prefilled, and its full KV can be freed.
-:class:`PackedPromptStore` holds it in host memory until then.
+prompt that will be sent as quantized KV is packed into host memory as soon as it is prefilled, and its full KV can be freed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +23,7 @@ import torch
 
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage, RawCodec, page_ends
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -41,15 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedPromptCodec(PageCodec):
-    """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV.
+    """Codec of one room whose tokens from ``begin`` to ``end`` are sent as quantized KV. Its exact pages have ``tokens`` tokens.
 
     The slots of a packed page are those of its full KV on the prefill side, and those of its blocks on the decode side.
 
     Attributes:
-        packing: Layout of blocks in the pool's slots.
-        buffers: The same pool, by KV heads.
-        begin, end: Range of prompt positions in whole blocks.
-        tokens: Tokens of an exact page.
+        packing, buffers: Layout of blocks in the pool's slots, and the same pool by KV heads.
         seeds: int32 [tokens of the prompt], seeds of stochastic rounding (layouts/block_layout.py); None for other rounding, and for writing.
 
     Raises:
@@ -81,55 +77,55 @@ class QuantizedPromptCodec(PageCodec):
         block = self.packing.block_tokens
         return max(block, self.tokens // block * block)
 
-    def ends(self, prompt: int) -> list[int]:
-        """Return the ends of the pages of a prompt of ``prompt`` tokens. Raise ``LinkError`` if it is shorter than its quantized range."""
+    def ends(self, prompt: int, prefix: int = 0) -> list[int]:
+        """Return the ends of a prompt's pages; no prefix is left out. Raise ``LinkError`` if it has fewer than ``end`` tokens."""
         if prompt < self.end:
             raise LinkError(f"tokens up to {self.end} are to be quantized, of a prompt of {prompt}; start both servers alike")
         exact = page_ends(self.tokens, self.begin)
         return [*exact, *page_ends(self.page_size, self.end, self.begin), *page_ends(self.tokens, prompt, self.end)]
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page of either kind."""
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._raw_codec.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
+        return max(self._raw_codec.most_bytes(stream), sum(self._sizes(blocks)))
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode the page; there is no residual. All layers are packed together, outside the pool."""
         if not self._is_packed(page):
-            return self._raw_codec.start(page, layers)
-        own, count = self._staging_buffers(page.slots, layers), len(page.slots)
+            return self._raw_codec.start(page)
+        own, count = self._staging_buffers(page.slots), len(page.slots)
         # The kept tokens are indexed by prompt position. Only this page's part of the prompt is available.
-        kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
+        kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(self.pool.layers, self.pool.heads, -1)
         sources = torch.arange(-page.start, count, device=page.slots.device)
         targets = torch.arange(count, len(own.keys[0]), device=page.slots.device)
         self.packing.write(own, kept, sources, targets, self.seeds)
         parts = []
         for kind, layout in zip((own.keys, own.values), self._layouts, strict=True):
             cells = torch.stack([as_bytes(buffer)[count:] for buffer in kind]).transpose(1, 2)
-            blocks = cells.reshape(layers.count, self.pool.heads, count // self.packing.block_tokens, -1)
+            blocks = cells.reshape(self.pool.layers, self.pool.heads, count // self.packing.block_tokens, -1)
             parts.append(blocks[..., : layout.block_bytes].flatten())
-        brought = self.pool.copy_to_host(parts, sum(self._sizes(count // self.packing.block_tokens, layers)))
+        brought = self.pool.copy_to_host(parts, sum(self._sizes(count // self.packing.block_tokens)))
         return lambda: EncodedPage(brought(), None)
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Write the page's blocks, or its exact values."""
         if not self._is_packed(page):
-            self._raw_codec.write_anchor(page, layers, anchor)
+            self._raw_codec.write_anchor(page, anchor)
             return
         blocks, heads = len(page.slots) // self.packing.block_slots, self.pool.heads
-        sizes = self._sizes(blocks, layers)
+        sizes = self._sizes(blocks)
         if len(anchor) != sum(sizes):
             size = self.packing.block_tokens
             raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {sum(sizes)}")
         halves = []
         for part, layout in zip(self.pool.blocks.to_device(anchor).split(sizes), self._layouts, strict=True):
             filled = self.packing.block_slots * layout.cell_bytes - layout.block_bytes
-            cells = torch.nn.functional.pad(part.view(layers.count, heads, blocks, -1), (0, filled))
-            rows = cells.view(layers.count, heads, len(page.slots), -1).transpose(1, 2)
+            cells = torch.nn.functional.pad(part.view(self.pool.layers, heads, blocks, -1), (0, filled))
+            rows = cells.view(self.pool.layers, heads, len(page.slots), -1).transpose(1, 2)
             halves.append(rows.flatten(2).view(self.pool.dtype))
-        self.pool.scatter(layers, page.slots, halves)
+        self.pool.scatter(page.slots, halves)
 
     def _is_packed(self, page: PlacedPage) -> bool:
         return self.begin <= page.start < self.end
@@ -138,67 +134,26 @@ class QuantizedPromptCodec(PageCodec):
     def _raw_codec(self) -> RawCodec:
         return RawCodec(self.pool, self.tokens)
 
-    def _staging_buffers(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
-        """Copy these tokens of some layers into the first slots of new buffers, with space for their blocks after them."""
+    def _staging_buffers(self, slots: torch.Tensor) -> KVBuffers:
+        """Copy these tokens into the first slots of new buffers, with space for their blocks after them."""
         kinds, room = [], self.packing.packed_slots(len(slots))
-        for half in self.pool.gather(layers, slots):
-            numbers = half.view(layers.count, len(slots), self.pool.heads, -1)
-            kinds.append(torch.cat([numbers, numbers.new_empty(layers.count, room, *numbers.shape[2:])], 1).unbind())
-        those = self.buffers.of_layers(slice(layers.first, layers.first + layers.count))
-        return replace(those, keys=kinds[0], values=kinds[1])
+        for half in self.pool.gather(slots):
+            numbers = half.view(self.pool.layers, len(slots), self.pool.heads, -1)
+            kinds.append(torch.cat([numbers, numbers.new_empty(self.pool.layers, room, *numbers.shape[2:])], 1).unbind())
+        return replace(self.buffers, keys=kinds[0], values=kinds[1], codes=None)
 
-    def _sizes(self, blocks: int, layers: LayerRange) -> list[int]:
-        """Return the bytes of blocks of keys, and of values, in all heads of some layers."""
-        return [layers.count * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
+    def _sizes(self, blocks: int) -> list[int]:
+        """Return the bytes of blocks of keys, and of values, in all heads and layers."""
+        return [self.pool.layers * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
 
     @property
     def _layouts(self) -> tuple[BlockLayout, BlockLayout]:
         return self.packing.keys, self.packing.values
 
 
-# Bytes of packed prompts at one rank from which no more are packed ahead. Full KV stays in the pool then.
-MOST_WAITING = 4 << 30
-
-
-@dataclass
-class PackedPromptStore:
-    """Packed prompts of one rank, of ``held`` bytes; from ``most`` bytes on, no more are accepted. Used by the scheduler's thread."""
-
-    most: int = MOST_WAITING
-    held: int = 0
-    _pages: dict[object, tuple[tuple[int, int], tuple[memoryview, ...]]] = field(default_factory=dict)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another prompt can be stored."""
-        return self.held < self.most
-
-    def __contains__(self, owner: object) -> bool:
-        return owner in self._pages
-
-    def put(self, owner: object, coded: tuple[int, int], pages: tuple[memoryview, ...]) -> None:
-        """Store the pages of a prompt whose tokens from ``coded[0]`` to ``coded[1]`` are packed."""
-        self._pages[owner] = coded, pages
-        self.held += sum(map(len, pages))
-
-    def coded(self, owner: object) -> tuple[int, int] | None:
-        """Return the range of packed tokens of an owner's prompt; None if it is not stored."""
-        return self._pages[owner][0] if owner in self._pages else None
-
-    def take(self, owner: object) -> tuple[memoryview, ...]:
-        """Remove and return an owner's pages; empty if there are none."""
-        _, pages = self._pages.pop(owner, ((0, 0), ()))
-        self.held -= sum(map(len, pages))
-        return pages
-
-
 @dataclass(frozen=True)
 class QuantizedPrompt:
-    """A prompt of ``tokens`` tokens to transfer as quantized KV.
-
-    Attributes:
-        covered: Number of first prompt tokens that the compressed KV replaces: the sinks exactly, the others in blocks.
-    """
+    """A prompt of ``tokens`` tokens to transfer as quantized KV, which replaces the first ``covered``: sinks exactly, others in blocks."""
 
     method: CompressionMethod
     tokens: int
@@ -219,9 +174,9 @@ class QuantizedPrompt:
 def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) -> QuantizedPrompt | None:
     """Plan the transfer of a request's first ``tokens`` tokens as quantized KV for ``method``; None to transfer their full KV.
 
-    Full KV is transferred for short prompts and for requests that read full KV. A retracted request must be prefilled again. SGLang then
-    sends the prefill server token ids only, without adapters, images or embeddings; such requests use full KV too.
+    Full KV is transferred for short prompts and for requests that read full KV.
     """
+    # A retracted request is prefilled again. SGLang then sends token ids only, without adapters, images or embeddings.
     if not is_token_only(req) or fallback_reason(req):
         return None
     covered = method.covered(tokens - method.recent)
@@ -231,14 +186,7 @@ def plan_quantized_prompt(req: "Req", tokens: int, method: CompressionMethod) ->
 
 
 class QuantizedPromptSlots(NamedTuple):
-    """Slots for a prompt's quantized blocks, and for its tokens that are not packed.
-
-    Attributes:
-        begin, end: Range of prompt positions that is stored in blocks.
-        sinks: int64 [begin], slots of the tokens before the blocks.
-        blocks: int64, slots of the blocks.
-        tail: int64, slots of the tokens after the blocks.
-    """
+    """Slots, int64, for a prompt: ``sinks`` before prompt position ``begin``, ``blocks`` up to ``end``, and ``tail`` after that."""
 
     packing: Packing
     buffers: KVBuffers
@@ -272,14 +220,8 @@ class QuantizedPromptAllocator:
     def allocate(self, req: "Req", prompt: QuantizedPrompt, exact: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Allocate a request's row, its compressed KV, and slots for the full KV after that.
 
-        Args:
-            req: Request without a row.
-            prompt: Result of :meth:`plan`.
-            exact: Takes the slots that the row has for the covered tokens, int64 [covered], and their number. Assigns the row and slots for
-                the other tokens, and returns these, int64.
-
-        Returns:
-            The result of ``exact``.
+        ``exact`` takes the slots that the row has for the covered tokens, int64 [covered], and their number. It assigns the row and slots
+        for the other tokens, and returns these, int64, as this method does.
 
         Raises:
             RuntimeError: The pool lacks slots: the request was admitted with fewer than :attr:`QuantizedPrompt.slots`.

@@ -32,10 +32,10 @@ Role = Literal["prefill", "decode"]
 StreamLabel = Literal["anchor", "residual", "whole", "aux"]
 RefusalReason = Literal["checksum", "bounds", "protocol"]
 WaitReason = Literal["credit", "rate", "priority"]
-GaugeName = Literal["kv_links", "kv_link_rooms"]
+PlainName = Literal["kv_links", "kv_link_rooms", "kv_link_reconnects"]
 CounterName = Literal["kv_link_sent_bytes", "kv_link_received_bytes", "kv_link_refused_frames", "kv_link_wait_seconds"]
 
-GAUGES: dict[GaugeName, str] = {
+GAUGES: dict[PlainName, str] = {
     "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
     "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
 }
@@ -71,52 +71,46 @@ def stream_label(stream: Stream, shape: RoomShape) -> StreamLabel:
 class LinkMetrics:
     """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread."""
 
-    _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _counters: "dict[tuple[str, str], MetricWrapperBase]" = field(default_factory=dict)
-    _reconnects: "MetricWrapperBase | None" = None
+    _plain: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
+    _labelled: "dict[tuple[str, str], MetricWrapperBase]" = field(default_factory=dict)
 
     @classmethod
     def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
-        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set. Default: the process's registry."""
-        made = cls()
-        if args.enable_metrics:
-            made._define(role, args.served_model_name or args.model_path, registry)
-        return made
+        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set. Default: the process's registry.
 
-    def _define(self, role: Role, model_name: str, registry: "CollectorRegistry | None") -> None:
-        """Create all series with value 0, because rates need a first value."""
+        All series are created with value 0, because rates need a first value.
+        """
+        made = cls()
+        if not args.enable_metrics:
+            return made
         # Imported after SGLang prepared its multi-process folder.
         from prometheus_client import REGISTRY, Counter, Gauge
 
-        into, label = registry or REGISTRY, "model_name"
+        into, label, model_name = registry or REGISTRY, "model_name", args.served_model_name or args.model_path
         for name, text in GAUGES.items():
-            made = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
-            self._gauges[name] = made.labels(model_name)
-        made = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
-        self._reconnects = made.labels(model_name)
+            gauge = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
+            made._plain[name] = gauge.labels(model_name)
+        reconnects = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
+        made._plain[RECONNECTS] = reconnects.labels(model_name)
         for name, (text, by, values) in COUNTERS[role].items():
-            made = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
-            self._counters |= {(name, value): made.labels(model_name, value) for value in values}
+            counter = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
+            made._labelled |= {(name, value): counter.labels(model_name, value) for value in values}
+        return made
 
-    def add(self, gauge: GaugeName, count: int) -> None:
-        """Add to a gauge; negative to subtract."""
-        if gauge in self._gauges:
-            self._gauges[gauge].inc(count)
+    def add(self, name: PlainName, count: int) -> None:
+        """Add to a metric without labels; negative to subtract from a gauge."""
+        if name in self._plain:
+            self._plain[name].inc(count)
 
-    def count(self, counter: CounterName, amount: float, label: StreamLabel | WaitReason | RefusalReason) -> None:
+    def count(self, name: CounterName, amount: float, label: StreamLabel | WaitReason | RefusalReason) -> None:
         """Add to a counter, under the value of its label."""
-        if (counter, label) in self._counters:
-            self._counters[counter, label].inc(amount)
-
-    def count_reconnect(self) -> None:
-        """Count a reconnected link."""
-        if self._reconnects is not None:
-            self._reconnects.inc()
+        if (name, label) in self._labelled:
+            self._labelled[name, label].inc(amount)
 
 
 @dataclass
 class WaitTimer:
-    """Why a sender waits, and since when. Used by the sender's thread."""
+    """Counts why a sender waits, and how long. Used by the sender's thread."""
 
     metrics: LinkMetrics
     _awaited: WaitReason | None = None
@@ -154,7 +148,7 @@ class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         number: ``anchor``: bytes of anchors, without residuals that arrived earlier. ``complete``: bytes of all KV. ``drafted``: pending
             drafts after this round. ``verified``: accepted drafts. ``answered``: output tokens.
         of: ``drafted``: drafts of this round. ``verified``: verified drafts.
-        early: ``drafted``, ``verified``: whether the drafts were made on an anchor.
+        early: Whether the drafts were made on an anchor.
     """
 
     room: int
@@ -166,10 +160,7 @@ class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferTimeline:
-    """Appends events to a file, which several processes may share. All methods may be called from any thread.
-
-    The marks of ``device`` are converted to times.
-    """
+    """Appends events to a file, which several processes may share. Converts marks of ``device`` to times. Any thread may call it."""
 
     def __init__(self, file: str | Path, device: torch.device = torch.device("cpu")) -> None:
         self._file = Path(file).open("ab", buffering=0)
@@ -178,11 +169,6 @@ class TransferTimeline:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._began = time.monotonic()
-
-    @classmethod
-    def of(cls, file: str | None, device: torch.device = torch.device("cpu")) -> "TransferTimeline | None":
-        """Create the timeline of ``--kv-bench-timeline``; None without that flag."""
-        return None if file is None else cls(file, device)
 
     def at(self, mark: Mark) -> float:
         """Return the time in seconds of a mark that the device has reached."""

@@ -6,7 +6,7 @@ A message is one ZMQ frame; a ``Frame`` is two: its struct, and bytes of a part.
 is part of the format. A change of the encoded bytes must increment ``VERSION`` (tests/unit/managers/kv_transfer/golden pins them).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -134,13 +134,11 @@ class RoomShape(Message):
 
 
 class PageHeader(Message):
-    """Header of a part.
+    """Header of a part of ``size`` bytes, which ``codec`` encoded on ``rank``.
 
     Attributes:
         page: Index of the page, counted from the first page that is transferred; 0 for aux.
         layers: Layers of the KV; meaningless for aux.
-        rank, codec: Rank of the sender, and name of the codec that encoded the bytes.
-        size: Bytes of the part.
         prefix_hash: Hash of the tokens up to the page's end (page_codec.py), 32 bytes; empty if there is none.
         checksum: xxh3_64 of this header with checksum 0, followed by the part's bytes.
     """
@@ -232,11 +230,22 @@ class Have(Message, tag="have"):
     aux: bool
 
     @classmethod
-    def all_of(cls, room: int, shape: RoomShape) -> "Have":
-        """Return the message for a complete room."""
-        counts = shape.parts(Stream.ANCHOR), shape.parts(Stream.RESIDUAL)
-        anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in counts)
-        return cls(room, anchors, residuals, shape.aux)
+    def of(cls, room: int, shape: RoomShape, parts: Mapping[Stream, Collection[int]]) -> "Have":
+        """Return the message for a room of which the parts with these numbers are here."""
+        bitmaps = []
+        for stream in (Stream.ANCHOR, Stream.RESIDUAL):
+            bitmaps.append(bitmap := bytearray(-(-shape.parts(stream) // 8)))
+            for number in parts[stream]:
+                bitmap[number // 8] |= 1 << number % 8
+        return cls(room, *map(bytes, bitmaps), len(parts[Stream.AUX]) > 0)
+
+    def parts(self) -> dict[Stream, set[int]]:
+        """Return the numbers of the parts."""
+        anchors, residuals = (
+            {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}
+            for bitmap in (self.anchors, self.residuals)
+        )
+        return {Stream.ANCHOR: anchors, Stream.RESIDUAL: residuals, Stream.AUX: {0} if self.aux else set()}
 
 
 class Acked(Message, tag="acked"):
@@ -323,10 +332,8 @@ _REMEDIES = {
 
 
 def settings_mismatch(here: LinkSettings, peer: LinkSettings) -> str | None:
-    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal.
-
-    The page size is compared last, because it follows from other fields.
-    """
+    """Return why a peer is refused: the first field that differs, both values and the remedy; None if all are equal."""
+    # The page size is compared last, because it follows from other fields.
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:

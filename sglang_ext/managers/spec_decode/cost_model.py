@@ -1,10 +1,8 @@
 """Cost model of decode rounds: predicts the time of plain steps, draft steps and verifications at any load, from measured rounds.
 
-*Base model.* A forward takes a fixed time plus a time per byte that it reads. It reads the weights once, and the KV of all tokens that its
-requests attend to. The base model is fitted to plain steps, or to draft steps until a plain step was measured.
-
-*Corrections.* Each kind of work takes more or less time than the base model predicts. The ratio is measured at some loads. Near these loads
-it corrects the prediction; far from them the base model alone counts. So the model has a prediction for a load that was never measured.
+In the base model a forward takes a fixed time plus a time per byte that it reads. It reads the weights once, and the KV of its requests. The
+model is fitted to plain steps, or to draft steps until a plain step was measured. The ratio of measured to predicted times corrects
+predictions near the measured loads, by kind of work. Far from them the base model alone counts.
 """
 
 from collections import deque
@@ -34,20 +32,14 @@ NO_FIXED_TIME = 0.01
 
 
 def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
-    """Mean tokens of a round of ``drafts`` draft steps, with the bonus token. ``probability``: that of a draft token's acceptance."""
+    """Mean tokens of a round of ``drafts`` draft steps, with the bonus token, if each is accepted with this probability."""
     # At probability 1 the formula divides by 0.
     p = np.minimum(probability, 1 - 1e-9)
     return (1 - p ** (drafts + 1)) / (1 - p)
 
 
 class BatchLoad(NamedTuple):
-    """The size of a batch, on which the time of a forward depends.
-
-    Attributes:
-        tokens: Context tokens of all requests.
-        uncompressed: Context tokens of the requests that have no compressed KV yet.
-        selection_interval: In steps; 1 for methods that do not select in steps.
-    """
+    """The size of a batch. ``uncompressed``: context tokens of requests without compressed KV. ``selection_interval``: in steps."""
 
     requests: int
     tokens: int
@@ -66,17 +58,13 @@ class BatchLoad(NamedTuple):
 
 
 class RoundTimes(NamedTuple):
-    """The steps of a round, and its measured seconds.
+    """The steps of a round, or of several that are added up, and their measured seconds.
 
     Attributes:
-        num_draft_steps, num_plain_steps: Number of steps; one of both is 0.
         compressing: Seconds from the beginning of the round to its first step, in which compressed KV is created and refreshed.
-        drafting: Seconds of all draft steps, from the moment when the first one is prepared.
+        drafting, later_steps: Seconds of all draft steps, from the preparation of the first one; and without the first one.
         whole: Seconds of the round without ``compressing``, up to the next round.
-        later_steps: Seconds of the steps after the first one; None if there are none.
-        num_rounds: Number of rounds that are added up.
-        follows_plain: Whether the round before was plain. Then the host planned this round while the device computed the one before. After
-            drafts or a prefill the device waits for the host.
+        follows_plain: Whether the round before was plain. After drafts or a prefill the device waits for the host.
     """
 
     num_draft_steps: int
@@ -90,21 +78,21 @@ class RoundTimes(NamedTuple):
 
     @property
     def plain_step(self) -> float | None:
-        """Seconds of a step of plain decoding. None if the round has none that did not wait for the host."""
+        """Seconds of a plain step that did not wait for the host; None if the round has none."""
         if self.follows_plain:
             return self.whole / self.num_plain_steps
         return None if self.later_steps is None else self.later_steps / (self.num_plain_steps - 1)
 
     @property
     def draft_step(self) -> float:
-        """Seconds of a draft step. The device waits for the first step of a round, so if there are others, their mean counts."""
+        """Seconds of a draft step: the mean of those after the first one, for which the device waits, if there are any."""
         if self.later_steps is None:
             return self.drafting / self.num_draft_steps
         return self.later_steps / (self.num_draft_steps - self.num_rounds)
 
     @property
     def rest(self) -> float:
-        """Seconds of the round without its draft steps: the wait for the first step, the verification, and the time to the next round."""
+        """Seconds of the round without its draft steps: the wait for the first one, the verification, the time to the next round."""
         return self.whole - self.num_draft_steps * self.draft_step
 
     def plus(self, other: "RoundTimes") -> "RoundTimes":
@@ -144,11 +132,7 @@ class ForwardTimeModel:
 
     @classmethod
     def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
-        """The base model with the smallest squared relative errors, and no negative part.
-
-        If the sizes hardly differ, the fixed time is 0, and the times are proportional to the bytes. ``sizes``: bytes, [times];
-        ``seconds``: measured times, [times]; all above 0.
-        """
+        """The base model with the smallest squared relative errors. If the sizes, in bytes, hardly differ, the fixed time is 0."""
         from scipy.optimize import nnls
 
         # Scale both columns to the order of the times: the solver would ignore a much smaller one.
@@ -173,12 +157,12 @@ class MeasuredTimes:
 
     @cached_property
     def _medians(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Median sample of each cell: places [cells, coordinates], bytes [cells], seconds [cells]; and number of samples [cells]."""
+        """Median sample of each cell: coordinates [cells, dimensions], bytes [cells], seconds [cells]; and number of samples [cells]."""
         columns = (np.array(column, dtype=float) for column in zip(*self._median.values()))
         return *columns, np.array([len(cell) for cell in self.cells.values()])
 
     def fit(self) -> ForwardTimeModel:
-        """The base model of the median samples."""
+        """Fit the base model to the median samples."""
         return ForwardTimeModel.fitted(*self._medians[1:3])
 
     def observe(self, sample: TimeSample) -> None:
@@ -216,15 +200,9 @@ class MeasuredTimes:
 class RoundCosts:
     """Predicts the seconds of the parts of a round, at any load.
 
-    Attributes:
-        weights: Bytes of the model's weights.
-        token_bytes: Bytes of a token's full KV, in all layers.
-        share: Approximate share of a context's bytes that a draft step reads.
-        widths: Tokens per request of the captured verification graphs, ascending; empty without graphs.
-        plain_step_times: Times of plain steps.
-        draft_times: Times of draft steps.
-        rest_times: Times of rounds without their draft steps, up to the beginning of the next round.
-        compressing: Seconds to create compressed KV, per context token.
+    ``weights``, ``token_bytes``: bytes of the model's weights, and of a token's full KV in all layers. ``share``: of a context's bytes that a
+    draft step reads, approximately. ``widths``: tokens per request of the captured verification graphs, ascending; empty without graphs.
+    ``compressing``: seconds to create compressed KV, per context token.
     """
 
     weights: float = 1.0
@@ -258,10 +236,11 @@ class RoundCosts:
 
     def step_seconds(self, load: BatchLoad) -> float:
         """Seconds of a plain step."""
-        # A single measured step may have stalled. Until a second one is measured near the load, the time of a verification, which reads as
-        # much, is the upper limit.
         step = self.plain_step_times.predict(load.coordinates, self._bytes(load), self._base)
-        return min(step, self.rest_seconds(load, 1)) if self.rest_times.cells and not self.plain_step_times.is_confirmed(load.coordinates) else step
+        if not self.rest_times.cells or self.plain_step_times.is_confirmed(load.coordinates):
+            return step
+        # A single measured step may have stalled. A verification reads as much, so its time is the upper limit.
+        return min(step, self.rest_seconds(load, 1))
 
     def draft_seconds(self, load: BatchLoad) -> float:
         """Seconds of a draft step."""
@@ -272,16 +251,13 @@ class RoundCosts:
         return self.rest_times.predict(self._rest_coordinates(load, drafts), self._bytes(load), self._base)
 
     def compressing_seconds(self, load: BatchLoad) -> float:
-        """Seconds to create compressed KV for the requests that have none. Before it is measured: the time to read their full KV once."""
+        """Seconds to create the missing compressed KV. Before it is measured: the time to read the full KV once."""
         return load.uncompressed * (self.compressing.seconds if self.compressing.times else self._base.per_byte * self.token_bytes)
 
     def round_seconds(self, load: BatchLoad, drafts: Sequence[int]) -> np.ndarray:
         """Seconds of rounds with these numbers of draft steps, float64 [rounds]; 0 means a plain step."""
-        draft, rests = self.draft_seconds(load), {}
-        for count in drafts:
-            width = self._width(count)
-            if count and width not in rests:
-                rests[width] = self.rest_seconds(load, count)
+        draft, by_width = self.draft_seconds(load), {self._width(count): count for count in drafts if count}
+        rests = {width: self.rest_seconds(load, count) for width, count in by_width.items()}
         return np.array([count * draft + rests[self._width(count)] if count else self.step_seconds(load) for count in drafts])
 
     def _bytes(self, load: BatchLoad, share: float = 1.0) -> float:

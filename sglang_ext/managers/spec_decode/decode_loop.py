@@ -1,11 +1,10 @@
 """The decode loop: runs the steps of all requests in a round, then the verifications that are scheduled.
 
-A round is one call by SGLang's scheduler. Steps replay the target model's CUDA graphs of one token per request. Verifications replay
-graphs of their own (verify_graphs.py). The host does not wait for the device in a round, except for drafts under a grammar and for
-log-probabilities. So SGLang's overlapped scheduler prepares the next round while one runs.
+A round is one call by SGLang's scheduler. Steps replay the target model's CUDA graphs of one token per request, verifications graphs of
+their own (verify_graphs.py). The host does not wait for the device in a round, except for drafts under a grammar and for log-probabilities.
 
-Drafts that are not verified in their round stay pending on the device. If the full KV is in host memory, verifications are spread over
-the rounds, so that the link is never congested (VeriCache, section 5: cross-resource staggering).
+If the full KV is in host memory, drafts stay pending on the device. Verifications are spread over the rounds, so that the link is never
+congested (VeriCache, section 5: cross-resource staggering).
 """
 
 from collections.abc import Callable
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import KVDraftInput, select_requests
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
-from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, StepRunner, Verifier
+from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, StepRunner, Verifier, prefill
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
@@ -42,15 +42,7 @@ PLACEMENT_INTERVAL = 8
 
 
 class DecodeLoop:
-    """Runs the decode rounds of a worker's batches.
-
-    Attributes:
-        round_timer: Chooses draft lengths, and measures rounds.
-        setup: Plans rounds, and compresses and loads the KV that they need.
-        report: Counts the outcomes of rounds.
-        provider: Says when the full KV of a request is ready for a verification.
-        strict: Whether to check in each round that no slot has two owners, and that ranks plan alike.
-    """
+    """Runs the decode rounds of a worker's batches."""
 
     def __init__(
         self, worker: "Worker", round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport
@@ -62,6 +54,7 @@ class DecodeLoop:
         self.setup = setup
         self.report = report
         self.provider = setup.provider
+        # Check in each round that no slot has two owners, and that ranks plan alike.
         self.strict = bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
         self.pending_drafts = PendingDrafts(worker.compressed_kv.rows, setup.planner.max_pending, steps.table.device)
         self.penalties = Penalties(steps.table.device)
@@ -71,6 +64,17 @@ class DecodeLoop:
         """Drop all state of the request in ``row``."""
         self.provider.forget(row)
         self.penalties.forget(row)
+
+    def prefill(self, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> GenerationBatchResult:
+        """Run a prefill as in SGLang."""
+        result = prefill(self.worker, batch, self.penalties, on_publish)
+        self.round_timer.interrupt()
+        return result
+
+    def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
+        """Count the outcome of a round, once it is on the host. Ignores results of other forwards."""
+        if isinstance(result, RoundResult):
+            self.report.account(batch, result)
 
     def decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None = None) -> RoundResult:
         """Run one round of the unfinished requests of ``batch``. Loads of full KV are launched while it runs."""
@@ -89,8 +93,7 @@ class DecodeLoop:
         self.round_timer.on_drafted()
         parts = [self.verifier.verify(batch, plan, part, tokens, self.pending_drafts, penalized) for part in plan.verify_batches]
         if plan.full_kv_reqs:
-            counts = [plan.num_output_tokens(i) for i in plan.full_kv_reqs]
-            parts.append(OutputTokens.from_steps(steps, tokens, plan.full_kv_reqs, counts))
+            parts.append(OutputTokens.from_steps(plan, steps, tokens))
         output = merge_outputs(parts, batch.seq_lens, batch.return_logprob)
         if penalized is not None:
             penalized.count_output(batch.spec_info.bonus_tokens, output)
@@ -129,10 +132,10 @@ class DecodeLoop:
     def _update_placement(self) -> None:
         """Update how much full KV may leave the device, every PLACEMENT_INTERVAL rounds."""
         self._rounds += 1
-        worker, policy, residency = self.worker, self.provider.policy, self.provider.residency
-        if policy is None or self._rounds % PLACEMENT_INTERVAL:
+        if self.provider.policy is None or self._rounds % PLACEMENT_INTERVAL:
             return
-        found = policy.choose(worker.requests.overall_acceptance.probability, residency.host.link.restored, worker.compressed_kv.share)
+        worker, residency, acceptance = self.worker, self.provider.residency, self.worker.requests.overall_acceptance.probability
+        found = self.provider.policy.choose(acceptance, residency.host.link.restored, worker.compressed_kv.share)
         residency.max_offloaded, self.provider.drafts_per_load = worker.ranks.agree(found)
 
     def _known_lengths(self, batch: "ScheduleBatch", plan: RoundPlan) -> torch.Tensor | None:
@@ -164,10 +167,8 @@ class DecodeLoop:
 def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
     """Run ``decode`` on the unfinished requests of ``batch``. The result names their positions.
 
-    Under the overlapped loop, SGLang builds a batch before it has the result of the last one. If a request has a grammar that cannot be
-    walked (grammar.py), SGLang processes that result before it launches the batch. A request that finishes in it is still in the batch,
-    but its row and its slots are free. So only the other requests run. The tensors that SGLang relays from round to round are padded to
-    the length of the batch.
+    If a grammar cannot be walked (grammar.py), SGLang processes a result after it built the next batch. A request that finishes in it is
+    still in the batch, but its row and slots are free. Tensors that SGLang relays between rounds are padded to the batch.
     """
     running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
     if len(running) == len(batch.reqs):
@@ -190,7 +191,7 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
 
 
 def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """A batch of the ``requests`` at these positions, with the fields that rounds read. ``where``: the same, int64 on the device."""
+    """A batch of the ``requests`` at these positions. ``where``: the same, int64 on the device."""
     part = select_requests(batch, requests, where)
     part.seq_lens_cpu = batch.seq_lens_cpu[requests]
     part.spec_info = KVDraftInput(batch.spec_info.bonus_tokens[where])
@@ -218,20 +219,13 @@ def create_decode_loop(worker: "Worker", provider: FullKVProvider) -> DecodeLoop
         share=compressed_kv.methods[0].share,
         widths=() if worker.graphs is None else options.verify_widths(args),
     )
-    timeline = None
-    if args.kv_bench_timeline is not None and options.has_progressive_transfer(args) and worker.ranks.first:
+    timeline, is_first = None, worker.ranks.first
+    if args.kv_bench_timeline is not None and options.has_progressive_transfer(args) and is_first:
         from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
-        timeline = TransferTimeline.of(args.kv_bench_timeline, device)
+        timeline = TransferTimeline(args.kv_bench_timeline, device)
     report = RoundReport(
-        lengths,
-        costs,
-        worker.metrics,
-        worker.requests,
-        interval,
-        reports_drafting=not worker.lossy,
-        writes_log=worker.ranks.first,
-        timeline=timeline,
+        lengths, costs, worker.metrics, worker.requests, interval, reports_drafting=not worker.lossy, writes_log=is_first, timeline=timeline
     )
     round_timer = RoundTimer(
         lengths,

@@ -1,10 +1,9 @@
 """Runs and samples a worker's forwards: draft steps of one token per request, verifications over the full KV, and prefills.
 
-A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), if there is one. Forwards over the full KV
-record queries for compressors that score keys by them.
+Forwards over the full KV record queries for compressors that score keys by them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,7 +24,7 @@ from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
-from sglang_ext.mem_cache.compressed.policy import rows_to_record
+from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 if TYPE_CHECKING:
@@ -45,12 +44,12 @@ class StepRunner:
         self._sampler_cache = SamplerCache(worker.model_runner)
 
     def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor) -> torch.Tensor:
-        """Slots of the KV of ``width`` tokens per request, from positions ``starts``, int64 [requests], on."""
+        """Slots of ``width`` tokens per request from positions ``starts``, int64 [requests], on."""
         places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
     def extend_rows(self, batch: "ScheduleBatch", plan: RoundPlan, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write ``slots``, int64 [requests, width], to the rows that a round reads. Returns the rows, and the tokens in them before."""
+        """Write ``slots``, int64 [requests, width], to the rows that a round reads. Returns the rows, and their tokens before."""
         if plan.on_full_kv and not any(plan.num_pending):
             return batch.req_pool_indices, batch.seq_lens
         compressed_kv, width = self.worker.compressed_kv, slots.shape[1]
@@ -67,11 +66,10 @@ class StepRunner:
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
     def verify_sampler(self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
-        """The sampler of ``width`` rows of each of some requests, which samples output tokens. ``walks``: their grammars, along the drafts."""
+        """The sampler of ``width`` rows of output tokens for each of some requests. ``walks``: their grammars, along the drafts."""
 
         def rows() -> list[LogitRow]:
-            pairs = ((i, j) for i in requests for j in range(width))
-            return [LogitRow.from_state(i, plan.states[i], walks.get(i), j) for i, j in pairs]
+            return [LogitRow.from_state(i, plan.states[i], walks.get(i), j) for i in requests for j in range(width)]
 
         return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
 
@@ -95,17 +93,13 @@ class StepRunner:
         penalized: RoundPenalties | None,
         on_first_step: Callable[[], None],
     ) -> list[tuple[LogitsProcessorOutput, SampledTokens]]:
-        """Run the steps of a round, one after another.
+        """Run the steps of a round. ``tokens``: int64 [requests], the last of each, at positions ``starts``.
 
-        Args:
-            tokens: int64 [requests], the last token of each, draft or output.
-            slots: int64 [requests, at least steps], slots for the KV of the steps and of later tokens. All are written to the rows.
-            starts: int64 [requests], positions of ``tokens``.
-            penalized: Applies penalties to the logits; None if no request has one.
-            on_first_step: Called after the launch of the first step, if there are others.
+        ``slots``: int64 [requests, at least steps], for the KV of the steps and of later tokens; all are written to the rows.
+        ``on_first_step``: called after the launch of the first step, if there are others.
         """
-        if self.worker.compressed_kv.async_selector is not None:
-            self.worker.compressed_kv.async_selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
+        if (selector := self.worker.compressed_kv.async_selector) is not None:
+            selector.on_round_start(plan.num_steps + len(plan.verify_batches), plan.selection_interval)
         rows, row_lens = self.extend_rows(batch, plan, slots)
         # Compute these for all steps at once: each operation between the graphs of two steps costs device time.
         ahead = torch.arange(plan.num_steps, device=slots.device)[:, None]
@@ -122,15 +116,15 @@ class StepRunner:
                 lengths_cpu=row_lens_cpu + index + 1,
                 counts=[1] * len(plan.rows),
             )
-            ends = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}
-            watch = self._observe_step(ends, plan.num_steps - index - 1)
+            ends, following = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}, plan.num_steps - index - 1
+            watch = self._observe_step(ends, following)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
-            if not on_full_kv:
-                self.worker.queries.set_step_targets(recorded)
+            if self.worker.queries.has_step_queries and not on_full_kv:
+                self.worker.queries.set_targets(recorded)
             with self.worker.queries.recording(recorded, watch):
                 output = self.forward(batch, inputs, on_full_kv)
-            self._select_tokens(ends, plan.num_steps - index - 1, plan.selection_interval)
+            self._select_tokens(ends, following, plan.selection_interval)
             if penalized is not None:
                 penalized.penalize_step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
@@ -141,12 +135,10 @@ class StepRunner:
         return step_outputs
 
     def _observe_step(self, ends: dict[int, int], following: int) -> "LayerObserver | None":
-        """The observer of a step's layers, which selects their tokens; None if none is needed. Arguments as for :meth:`_select_tokens`."""
+        """The observer of a step's layers, which selects their tokens. Arguments as for :meth:`_select_tokens`."""
         compressed_kv = self.worker.compressed_kv
         if not ends and compressed_kv.async_selector is None:
             return None
-        from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
-
         return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
@@ -155,13 +147,7 @@ class StepRunner:
         return queries.has_step_queries and self.worker.lossy and any(queries.can_record(row.row) for row in recorded)
 
     def _select_tokens(self, ends: dict[int, int], following: int, selection_interval: int) -> None:
-        """Select tokens for the next steps by the queries of the step that was launched.
-
-        Args:
-            ends: By row, the position after the step's token, of the requests whose tokens are selected.
-            following: Steps of the round after this one.
-            selection_interval: In steps.
-        """
+        """Select by the queries of a launched step. ``ends``: by row, position after its token. ``following``: steps after it."""
         compressed_kv = self.worker.compressed_kv
         if compressed_kv.async_selector is not None:
             compressed_kv.async_selector.on_step_end(compressed_kv, ends, None if self.worker.lossy else following)
@@ -187,13 +173,9 @@ class StepRunner:
 class SimulatedAcceptance:
     """Accepts drafts at random instead of by comparison with the full KV, for benchmarks (``--kv-bench-acceptance``).
 
-    Throughput depends on the acceptance rate, and a model with random weights accepts no drafts. Drafting, the verification over full KV
-    and the roll-back of rejected drafts stay real. The output is useless, and its ``meta_info`` marks it (hooks/frontend.py).
-
-    Attributes:
-        probability: Probability, from 0 to 1, that a draft is accepted if the ones before it were. A request may ask for another one with
-            ``"custom_params": {"kv_acceptance": 0.95}``.
-        noise: Source of the randomness; equal on all ranks.
+    Drafting, verification and the roll-back of rejected drafts stay real. ``meta_info`` marks the useless output (hooks/frontend.py).
+    ``probability``, from 0 to 1, is that of a draft's acceptance if the ones before it are accepted. A request may ask for another one with
+    ``"custom_params": {"kv_acceptance": 0.95}``. ``noise`` is equal on all ranks.
     """
 
     probability: float
@@ -201,28 +183,20 @@ class SimulatedAcceptance:
 
     @classmethod
     def of(cls, probability: float | None, device: torch.device) -> "SimulatedAcceptance | None":
-        """What ``--kv-bench-acceptance`` asks for, on ``device``; None if drafts are really verified."""
+        """What ``--kv-bench-acceptance`` asks for; None if drafts are really verified."""
         return None if probability is None else cls(probability, torch.Generator(device).manual_seed(0))
 
     def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
-        """The probability that each request asks for; :attr:`probability` if it asks for none."""
-        # The frontend refuses values that are no probability.
+        """The probability that each request asks for, or :attr:`probability`. The frontend refuses other values."""
         return [request_acceptance(self.probability, req.sampling_params.custom_params) for req in reqs]
 
     def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         """Whether each of ``drafts`` is accepted if the ones before it are: bool [requests, drafts]. ``probabilities``: float [requests]."""
-        noise = torch.rand(drafts.shape, generator=self.noise, device=drafts.device)
-        return noise < probabilities[:, None]
+        return torch.rand(drafts.shape, generator=self.noise, device=drafts.device) < probabilities[:, None]
 
 
 class Verifier:
-    """Verifies the drafts of a worker's rounds.
-
-    Attributes:
-        steps: Runs forwards without a graph, and makes samplers.
-        graphs: Captured verifications; None if CUDA graphs are off.
-        simulation: Simulated acceptance; None outside benchmarks.
-    """
+    """Verifies the drafts of a worker's rounds, with captured ``graphs`` if there are any. ``simulation`` is None outside benchmarks."""
 
     def __init__(self, worker: "Worker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
         self.worker = worker
@@ -241,17 +215,13 @@ class Verifier:
     ) -> OutputTokens:
         """Verify the drafts of some requests with the full KV. Returns the accepted tokens and the bonus token of each.
 
-        Args:
-            requests: Positions of the requests in the batch.
-            step_tokens: int64 [all requests, steps], tokens of the round's steps.
-            pending_drafts: Also those of this round, for requests that have some from earlier rounds.
-            penalized: Applies penalties to the logits; None if no request has one.
+        ``step_tokens``: int64 [all requests, steps], tokens of the round's steps.
         """
         num_drafts = [plan.num_draft_tokens(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
         where = slice(None) if whole else to_device(requests, step_tokens.device)
         part = batch if whole else forward.select_requests(batch, requests, where)
-        # Each request's own number of drafts counts; the rest is padding.
+        # Each request's own number of drafts counts; the rest is padding. Pending drafts include those of this round.
         with_earlier = any(plan.num_pending[i] for i in requests)
         drafts = pending_drafts.first(part.req_pool_indices, max(num_drafts)) if with_earlier else step_tokens[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
@@ -264,16 +234,16 @@ class Verifier:
         width = len(positions) // len(requests)
         sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
-        # The grammar does not mask rows after a refused or final draft. Tokens after the output's end have no slots.
-        max_accepted = [min(count, walks[i].num_masked_rows - 1) if i in walks else count for i, count in zip(requests, num_drafts)]
-        max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, max_accepted)]
+        # Tokens after the output's end have no slots. The grammar does not mask rows after a refused or final draft.
+        max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, num_drafts)]
+        max_accepted = [min(count, walks[i].num_masked_rows - 1) if i in walks else count for i, count in zip(requests, max_accepted)]
         accepted = self._accepted_counts(part, target_tokens, drafts, max_accepted) + 1
         return OutputTokens(requests, target_tokens, accepted, sampled)
 
     def _forward(
         self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Forward ``tokens``, int64 [requests, width], over the full KV. Returns the output, and positions, int64 [requests * at least width]."""
+        """Forward ``tokens``, int64 [requests, width], over the full KV. Returns the output, and int64 positions of the rows."""
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:
@@ -298,10 +268,7 @@ class Verifier:
             return self.steps.forward(batch, inputs), inputs.positions
 
     def _accepted_counts(self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]) -> torch.Tensor:
-        """Accepted draft tokens of each request, int64 [requests]: drafts that equal the verified tokens, up to the first that differs.
-
-        At most ``max_accepted`` drafts of each request count.
-        """
+        """Accepted draft tokens of each request, int64 [requests], at most ``max_accepted``: those before the first that differs."""
         width, device = drafts.shape[1], drafts.device
         if self.simulation is None:
             same = target_tokens[:, :width] == drafts
@@ -319,10 +286,7 @@ class Verifier:
 def prefill(
     worker: "Worker", batch: "ScheduleBatch", penalties: Penalties, on_publish: Callable[[torch.Tensor], None] | None = None
 ) -> GenerationBatchResult:
-    """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt.
-
-    ``on_publish`` gives SGLang's scheduler the new lengths, int64 [requests]; None if it does not wait for them.
-    """
+    """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt."""
     # Admit first: which queries are recorded depends on the method that a request asks for.
     states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
     if on_publish is not None:
@@ -333,7 +297,9 @@ def prefill(
         from sglang_ext.managers.quantized_attention import QuantizedAttention
 
         attention = worker.feature(QuantizedAttention).computing_prompts(batch, states)
-    recorded = rows_to_record(worker.compressed_kv, states, _recorded_queries(batch))
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, accumulate(batch.extend_lens))
+    rows = (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+    recorded = rows_to_record(worker.compressed_kv, states, rows)
     with worker.queries.recording(recorded), attention:
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result, penalties)
@@ -342,21 +308,10 @@ def prefill(
     return result
 
 
-def _recorded_queries(batch: "ScheduleBatch") -> Iterator[RecordedRows]:
-    """The queries of all tokens of the batch."""
-    ends = accumulate(batch.extend_lens)
-    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
-    return (RecordedRows(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
-
-
 def _first_tokens(
     worker: "Worker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
 ) -> torch.Tensor:
-    """Sample the token after each prompt, int64 [requests]. Writes the log-probabilities that requests ask for into ``result``.
-
-    A batch of requests for 0 tokens gets token 0 instead of a sample, as in SGLang. A request with a grammar needs a sample. In the
-    overlapped loop the next round starts before SGLang finishes the request, and walks the grammar along this token.
-    """
+    """Sample the token after each prompt, int64 [requests]. Writes the log-probabilities that requests ask for into ``result``."""
     # The outputs are complete here: SGLang does not prefill a request while a result of it is unprocessed.
     walks = [GrammarWalk(req.grammar) if req.grammar else None for req in batch.reqs]
     rows = [LogitRow.from_state(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
@@ -364,7 +319,8 @@ def _first_tokens(
     if output.next_token_logits is not None:
         penalties.penalize_prefill(batch, output.next_token_logits)
     if all(req.sampling_params.max_new_tokens == 0 and req.grammar is None for req in batch.reqs):
-        # As SGLang without speculation: sample nothing, and return the requested log-probabilities whatever the temperature.
+        # As SGLang without speculation: sample nothing, and return the requested log-probabilities whatever the temperature. A request with
+        # a grammar needs a sample: in the overlapped loop the next round walks the grammar along it before SGLang finishes the request.
         if batch.return_logprob and output.next_token_logits is not None:
             asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
             worker.model_runner.compute_logprobs_only(output, asked)

@@ -1,14 +1,12 @@
 """Penalties along drafts: counts of each request's output tokens, and of tokens that are not part of the output yet.
 
-SGLang counts one token per request and step. Under its overlapped loop it counts the tokens that are processed when a step is prepared,
-which depends on prefills of other requests. Here, counts are stored on the device, one row per request.
-
-A row of logits counts the tokens that stock SGLang would have counted there, if the request ran alone. Under the overlapped loop SGLang
-counts the prompt's last token, and the output without its newest token. Otherwise SGLang counts the whole output. So penalized drafts are
-verified like other drafts, and neither other requests nor a retraction changes an output token.
+Under its overlapped loop, SGLang counts the tokens that are processed when a step is prepared, which depends on prefills of other requests.
+Here, a row of logits counts the tokens that stock SGLang would have counted there, if the request ran alone. Under the overlapped loop these
+are the prompt's last token, and the output without its newest token; otherwise the whole output. So penalized drafts are verified like other
+drafts, and neither other requests nor a retraction changes an output token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,13 +27,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Penalty:
-    """Penalties of a request, as in SGLang's ``SamplingParams``.
-
-    Attributes:
-        weights: Frequency, presence and repetition penalty; the last one multiplies.
-        min_new_tokens: Tokens of the output before any of ``stop_token_ids`` is allowed.
-        stop_token_ids: Token ids that would end the output.
-    """
+    """Penalties of a request, as in SGLang's ``SamplingParams``. ``weights``: frequency, presence and repetition penalty."""
 
     weights: tuple[float, float, float]
     min_new_tokens: int = 0
@@ -58,10 +50,8 @@ class Penalty:
 class PenaltyBatch:
     """Penalties of some requests, on the device.
 
-    Attributes:
-        weights: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
-            frequency penalty, else 0.
-        stops: For each request, int64 stop token ids; None if it has no ``min_new_tokens``.
+    ``weights``: float32 [requests, 5]: the three weights; the addend of a token in :attr:`Penalties.counts`; and 1 if that addend is the
+    frequency penalty, else 0. ``stops``: stop token ids of each request, int64; None without ``min_new_tokens``.
     """
 
     penalties: list[Penalty]
@@ -70,7 +60,7 @@ class PenaltyBatch:
 
     @classmethod
     def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "PenaltyBatch":
-        """Move penalties to the device. Stop token ids of a tokenizer beyond the model's ``vocabulary`` are left out."""
+        """Move penalties to the device, without stop token ids beyond the model's ``vocabulary``."""
         weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
         stops = [
             to_device([token for token in penalty.stop_token_ids if token < vocabulary], device) if penalty.min_new_tokens else None
@@ -80,7 +70,7 @@ class PenaltyBatch:
 
     @property
     def addends(self) -> torch.Tensor:
-        """Addend of each counted token: float32 [requests, 1]."""
+        """Addend of a counted token, float32 [requests, 1]."""
         return self.weights[:, 3:4]
 
     def part(self, places: list[int], where: torch.Tensor) -> "PenaltyBatch":
@@ -89,12 +79,9 @@ class PenaltyBatch:
         return PenaltyBatch(penalties, self.weights[where], stops)
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
-        """Penalize logits in place, :data:`ROWS` at once. Additive penalties come before the factor, as in SGLang's overlapped loop.
+        """Penalize ``rows`` of logits in place, float [requests, rows, vocabulary]; those of a request follow one another in its output.
 
-        Args:
-            rows: float [requests, rows, vocabulary]; the rows of a request follow one another in its output.
-            counts: float32, of the same shape, as :attr:`Penalties.counts`.
-            begun: Output tokens of each request before its first row.
+        ``counts``: float32, of the same shape, as :attr:`Penalties.counts`. ``begun``: output tokens of each request before its first row.
         """
         for part in _at_once(len(rows), rows.shape[1]):
             _penalize(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
@@ -105,15 +92,10 @@ class PenaltyBatch:
 
 
 class RoundPenalties:
-    """Penalties of a round in which some requests have penalties.
+    """Penalties of a round, for the requests at some positions in the batch.
 
-    Attributes:
-        counts: float32 [places, vocabulary], counts of all requests; :meth:`count_output` changes them.
-        places: int64 [requests], rows of ``counts`` of the penalized requests.
-        requests: Positions of the penalized requests in the batch.
-        overlapped: Whether counts lag behind the outputs by one token.
-        num_output: Output tokens of each when the round begins.
-        num_pending: Pending drafts of each from earlier rounds.
+    ``counts``: float32 [places, vocabulary], as :attr:`Penalties.counts`; :meth:`count_output` changes them. ``places``: int64 [requests],
+    their rows of ``counts``. ``overlapped``: whether counts lag behind the outputs by one token.
     """
 
     def __init__(self, counts: torch.Tensor, places: torch.Tensor, penalties: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
@@ -128,10 +110,7 @@ class RoundPenalties:
         self._step_counts = counts
 
     def begin_steps(self, bonus_tokens: torch.Tensor, pending_drafts: "PendingDrafts", rows: torch.Tensor) -> None:
-        """Begin the steps of a round, after the pending drafts of earlier rounds.
-
-        ``bonus_tokens`` and ``rows``: int64 [batch], last output token and row of each request.
-        """
+        """Begin the steps of a round. ``bonus_tokens`` and ``rows``: int64 [batch], last output token and row of each request."""
         self._step_counts = self.counts[self.places]
         if any(self.num_pending):
             # The last of them is the input of the first step, and is counted there.
@@ -140,10 +119,7 @@ class RoundPenalties:
             self._step_counts.scatter_add_(1, before, valid * self.penalties.addends)
 
     def penalize_step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a step, float [batch, vocabulary], in place. Called once for each step, in order.
-
-        ``tokens``: int64 [batch], input tokens of the step.
-        """
+        """Penalize the logits of each step in turn, float [batch, vocabulary], in place. ``tokens``: int64 [batch], input of the step."""
         tokens = tokens[self._where, None]
         if not self.overlapped:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
@@ -154,13 +130,8 @@ class RoundPenalties:
             self._step_counts.scatter_add_(1, tokens, self.penalties.addends)
 
     def penalize_verify(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Penalize the logits of a verification in place, those of each row by the drafts before it.
-
-        Args:
-            requests: Positions of the verified requests in the batch.
-            tokens: int64 [requests, width], the last output token of each, and its drafts.
-            logits: float [requests * at least width, vocabulary]; rows beyond the width are ignored.
-        """
+        """Penalize logits of a verification in place. ``tokens``: int64 [requests, width], the last output token of each, and its drafts."""
+        # Logits: float [requests * at least width, vocabulary]. Rows beyond the width are ignored.
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
         verified = {i: k for k, i in enumerate(requests)}
@@ -177,7 +148,7 @@ class RoundPenalties:
             by_request[where] = rows
 
     def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
-        """Count the output tokens of the batch, except the last of each request, after ``bonus_tokens``, int64 [batch], of earlier rounds."""
+        """Count the ``bonus_tokens``, int64 [batch], and the output tokens except the last of each request."""
         tokens = torch.cat([bonus_tokens[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
         # Add one token after another, as stock SGLang does: a sum of several would round differently.
@@ -186,6 +157,7 @@ class RoundPenalties:
 
 
 def _penalize(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
+    """Penalize ``rows`` in place. Additive penalties come before the factor, as in SGLang's overlapped loop."""
     frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
     seen = counts != 0
     if frequency or presence:
@@ -210,11 +182,9 @@ def _mask_of_first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 class Penalties:
-    """Token counts of the running requests with penalties.
+    """Token counts of the running requests with penalties: ``counts``, float32 [places, vocabulary], on the device.
 
-    Attributes:
-        counts: float32 [places, vocabulary]. Each time a token of the output before its newest token is counted, the frequency penalty is
-            added, or 1 if there is none. It has as many rows as requests with penalties ran at once.
+    Each time a token is counted, the frequency penalty is added, or 1 if there is none.
     """
 
     def __init__(self, device: torch.device):
@@ -222,20 +192,20 @@ class Penalties:
         self._places: dict[int, tuple[RequestState, int]] = {}
 
     def forget(self, row: int) -> None:
-        """Drop the counts of the request in ``row``; no-op if it has no penalty."""
+        """Drop the counts of the request in ``row``, if it has a penalty."""
         if self._places.pop(row, None) is not None and not self._places:
             self.counts = self._none
 
     def penalize_prefill(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
-        """Penalize the logits after prompts in place, float [requests, vocabulary]; of a retracted request, after its output so far."""
+        """Penalize the logits after prompts, and outputs of retracted requests, in place: float [requests, vocabulary]."""
         for i, req in enumerate(batch.reqs):
             penalty = Penalty.of(req)
             if penalty is None:
                 continue
             output = req.output_ids
-            before = self._counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
+            before = _counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
             penalties = PenaltyBatch.of([penalty], logits.device, logits.shape[1])
-            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, penalties)
+            counts = _add(torch.zeros_like(logits[i], dtype=torch.float32), before, penalties)
             penalties.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
     def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties | None:
@@ -258,18 +228,18 @@ class Penalties:
             more = self.counts.new_zeros(max(1, len(self.counts)), batch.sampling_info.vocab_size)
             self.counts = torch.cat([self.counts, more]) if len(self.counts) else more
         # First round of the request: the tokens before its newest one are in its output, because SGLang prefilled it.
-        before = self._counted(req, plan.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
-        self._add(self.counts[place].zero_(), before, PenaltyBatch.of([penalty], self.counts.device, self.counts.shape[1]))
+        before = _counted(req, plan.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
+        _add(self.counts[place].zero_(), before, PenaltyBatch.of([penalty], self.counts.device, self.counts.shape[1]))
         self._places[state.row] = state, place
         return place
 
-    @staticmethod
-    def _counted(req: "Req", outputs: int, overlapped: bool) -> list[int]:
-        """The first ``outputs`` tokens of an output. Under the overlapped loop, the last token of the prompt comes first."""
-        return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 
-    @staticmethod
-    def _add(counts: torch.Tensor, tokens: Sequence[int], penalties: PenaltyBatch) -> torch.Tensor:
-        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place. ``penalties``: penalties of one request."""
-        where = to_device(list(tokens), counts.device)
-        return counts.scatter_add_(0, where, penalties.addends[0].expand(len(where)))
+def _counted(req: "Req", outputs: int, overlapped: bool) -> list[int]:
+    """The first ``outputs`` tokens of an output. Under the overlapped loop, the last token of the prompt comes first."""
+    return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
+
+
+def _add(counts: torch.Tensor, tokens: list[int], penalties: PenaltyBatch) -> torch.Tensor:
+    """Count ``tokens`` in ``counts``, float32 [vocabulary], in place. ``penalties``: penalties of one request."""
+    where = to_device(tokens, counts.device)
+    return counts.scatter_add_(0, where, penalties.addends[0].expand(len(where)))

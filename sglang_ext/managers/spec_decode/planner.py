@@ -1,12 +1,7 @@
-"""Plans one decode round: which requests draft, which decode on the full KV, and which are verified at its end.
-
-Planning changes nothing: a plan follows from views of the requests alone. round_setup.py takes the views, executes what a plan asks for
-(compressed KV to create or refresh, loads to begin), and passes the outcome back.
+"""Plans one decode round, from views of the requests alone: which draft, which decode on the full KV, and which are verified at its end.
 
 A round has y draft steps, forwards of one token per request. A request is verified when it has x draft tokens. In the plain case y = x.
 If the full KV has to be loaded first, y < x. If a request of the batch must be checked token by token, y = 1.
-
-Requests that cannot be drafted decode on the full KV in the same steps. Their tokens are output tokens.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -16,31 +11,27 @@ from functools import cached_property
 from sglang_ext.config.options import MAX_WIDE_REQUESTS
 from sglang_ext.core import NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, SLOWER, RequestState
 
-# Steps of a round in which all requests decode early, or no request drafts on compressed KV and one waits for its first selection. When a
-# residual arrives, one round runs and the next one is planned, so the verification begins after at most twice as many steps.
+# Steps of a round in which all requests decode early, or no request drafts on compressed KV and one waits for its first selection. A
+# verification begins at most twice as many steps after the residual arrives.
 SHORT_ROUND = 2
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The plan of one decode round, which is one iteration of SGLang's scheduler.
+    """The plan of one decode round: ``num_steps`` forwards of one token per request, then verifications.
 
-    A round runs ``num_steps`` steps and then verifies ``verify_batches``. Lists are indexed by the request's position in the batch.
+    Lists of numbers are indexed by the request's position in the batch. Lists of requests have such positions.
 
     Attributes:
-        states: Draft states of the requests.
-        num_steps: Forwards of one token per request.
-        lengths: Tokens of each request whose full KV is known, on the device or not.
+        lengths: Tokens whose full KV is known, on the device or not.
         num_pending: Draft tokens from earlier rounds that are not verified yet.
-        rows: Row of the token table that the steps of each request read.
-        row_lens: Tokens in that row before the round.
-        fallbacks: Why each request reads its full KV, as an index into ``FALLBACK_REASONS``; 0 if it does not, or needs no draft.
+        rows, row_lens: Row of the token table that the steps read, and tokens in that row before the round.
+        fallbacks: Why a request reads its full KV, as an index into ``FALLBACK_REASONS``; 0 if it does not, or needs no draft.
         full_kv_reqs: Requests that decode on the full KV. Their step tokens are output tokens, not drafts.
         remaining: Tokens left to generate. 0 if the request finished in the previous round, which SGLang has not processed yet.
         verify_batches: Requests that are verified at the end of the round; one list per forward.
         early_reqs: Requests that draft on the anchor because the residual has not arrived.
         is_shortened: The round has one step, because a request must be checked token by token.
-        selection_interval: Steps between two selections.
     """
 
     states: list[RequestState]
@@ -64,7 +55,7 @@ class RoundPlan:
 
     @property
     def num_draft_steps(self) -> int:
-        """Draft steps of the round; 0 if no request drafts, and all steps are plain."""
+        """Draft steps of the round; 0 if no request drafts."""
         return self.num_steps if len(self.full_kv_reqs) < len(self.states) else 0
 
     @property
@@ -74,7 +65,7 @@ class RoundPlan:
 
     @property
     def width(self) -> int:
-        """Upper limit of the tokens of each request whose KV the round writes, after the pending drafts."""
+        """Tokens of each request whose KV the round writes, after the pending drafts, at most."""
         return self.num_steps + bool(self.verify_batches)
 
     @cached_property
@@ -106,14 +97,7 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What one request does in a round.
-
-    Attributes:
-        is_drafting: Its step tokens are drafts; otherwise output tokens.
-        reads_compressed: It reads its compressed KV; otherwise its full KV.
-        fallback: Why it reads its full KV, as an index into ``FALLBACK_REASONS``.
-        is_early: It drafts on the anchor, because the residual of its full KV has not arrived.
-    """
+    """What one request does in a round. ``fallback``: why it reads its full KV. ``is_early``: it drafts on the anchor of its full KV."""
 
     is_drafting: bool
     reads_compressed: bool
@@ -128,18 +112,14 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class RequestView:
-    """What the plan of a round depends on, of one request.
+    """What the plan of a round depends on, of one request. The planner only reads the state.
 
     Attributes:
-        state: Its draft state. The planner only reads it.
-        length: Tokens whose full KV is known.
-        remaining: Tokens left to generate.
+        length, remaining: Tokens whose full KV is known, and tokens left to generate.
         is_checked_token_by_token: SGLang keeps state from token to token: a grammar, a logit processor, or hidden states.
         is_short: It has too few tokens for compressed KV, and has none.
-        has_compressed: It has compressed KV.
         can_get_queries: Its queries would be recorded, so that it can be compressed later.
-        is_early: It drafts on the anchor of its full KV.
-        has_arrived: The residual of its full KV has arrived; True if it does not wait for one.
+        is_early, has_arrived: It drafts on the anchor of its full KV; it waits for no residual.
         is_offloaded: Its row must not be read, because full KV is missing or stored elsewhere.
         is_lost: A part of its full KV is in no tier.
         tokens_until_refresh: Tokens until it gets or refreshes compressed KV; 0 if that is due now, or never happens.
@@ -175,21 +155,13 @@ class RequestView:
 
     @property
     def is_open(self) -> bool:
-        """Whether this round decides what it reads: it can be drafted, and does not go on with what it drafted on before."""
+        """Whether this round decides what it reads: it can be drafted, and does not continue its drafts."""
         return self.state.fallback in RETRYABLE and not (self.stays_early or self.drafts_as_before)
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The first part of a round's plan: what each request does in the steps. Lists are indexed by the position in the batch.
-
-    Attributes:
-        requests: What each one does.
-        wanted: Draft length; 0 for plain decoding.
-        num_steps: Forwards of one token per request.
-        num_pending: Draft tokens of earlier rounds that each request continues from.
-        is_shortened: The round has one step, because a request must be checked token by token.
-    """
+    """The first part of a round's plan, as in :class:`RoundPlan`: what each request does in the steps. ``wanted``: the draft length."""
 
     views: Sequence[RequestView]
     requests: list[RequestPlan]
@@ -205,7 +177,7 @@ class DraftPlan:
         return [i for i, (view, plan) in pairs if plan.is_drafting and plan.reads_compressed and not view.is_lost]
 
     def rounds_until_load(self, drafts_per_load: int) -> dict[int, int]:
-        """By row of :attr:`on_compressed`: rounds after this one until the request has ``drafts_per_load`` pending drafts, at least 1."""
+        """By row of :attr:`on_compressed`: rounds after this one until ``drafts_per_load`` drafts are pending, at least 1."""
         found = {}
         for i in self.on_compressed:
             lacking = min(drafts_per_load, self.views[i].remaining - 1) - self.num_pending[i]
@@ -214,7 +186,7 @@ class DraftPlan:
 
     @property
     def ripe(self) -> set[int]:
-        """Rows of :attr:`on_compressed` that have enough drafts at the end of the round for a verification of full KV on the device."""
+        """Rows of :attr:`on_compressed` that have enough drafts at the end of the round, if the full KV is on the device."""
         offered = {i: self.num_pending[i] + self.num_steps for i in self.on_compressed}
         return {self.views[i].row for i, count in offered.items() if count >= min(self.wanted, self.views[i].remaining - 1)}
 
@@ -231,9 +203,7 @@ class RoundPlanner:
     Attributes:
         max_pending: Upper limit of a request's pending drafts.
         narrow: Draft tokens up to which any number of requests are verified in one forward. Wider verifications run in small batches.
-        lossy: Decode on compressed KV without verifying.
-        separates_full_kv: Requests on the full KV must not share steps with requests on compressed KV, because the steps over compressed KV
-            use another attention kernel, which rounds differently.
+        separates_full_kv: Requests on the full KV must not share steps with others, whose attention kernel rounds differently.
     """
 
     max_pending: int
@@ -257,10 +227,7 @@ class RoundPlanner:
         return self.lossy or wanted > 0
 
     def draft(self, views: Sequence[RequestView], wanted: int, compressed: Mapping[int, int]) -> DraftPlan:
-        """Plan the steps of a round of ``wanted`` draft steps or fewer; of plain steps if ``wanted`` is 0.
-
-        ``compressed``: by position, why a request got no compressed KV, as an index into ``FALLBACK_REASONS``; 0 if it has some.
-        """
+        """Plan a round of ``wanted`` draft steps or fewer, or of plain steps if it is 0. ``compressed``: by position, as ``fallbacks``."""
         requests = [self._plan_request(view, wanted, compressed.get(i)) for i, view in enumerate(views)]
         most = self.max_steps(wanted)
         if all(plan.is_early for plan in requests):
@@ -286,22 +253,18 @@ class RoundPlanner:
     def verify(
         self, drafts: DraftPlan, ready: Set[int], failed: Mapping[int, int], rows: Mapping[int, tuple[int, int]], selection_interval: int = 1
     ) -> RoundPlan:
-        """Complete a plan: choose the requests that are verified at the end of the round.
+        """Complete a plan: choose the requests that are verified at the end of the round, if their rows are ``ready``.
 
-        Args:
-            ready: Rows whose full KV can be verified in this round.
-            failed: By position: why the compressed KV of a request could not be refreshed after its full KV was loaded.
-            rows: By row of each request that has compressed KV: its draft row, and the tokens of that row minus those of the context.
+        ``failed``: by position, why compressed KV could not be refreshed. ``rows``: by row of each request that reads compressed KV, its draft
+        row, and the tokens of that row minus those of the context.
         """
         requests, num_pending = [*drafts.requests], [*drafts.num_pending]
         for i, reason in failed.items():
             # The pending drafts were made on compressed KV that is gone. Draft again, on the full KV that is ready now.
             requests[i], num_pending[i] = RequestPlan(True, False, reason), 0
-        views, steps = drafts.views, drafts.num_steps
-        verified = [
-            i for i, (view, plan) in enumerate(zip(views, requests)) if plan.is_drafting and (not plan.can_stay_pending or view.row in ready)
-        ]
-        reads = [rows[view.row] if plan.reads_compressed else (view.row, 0) for view, plan in zip(views, requests)]
+        views, steps, pairs = drafts.views, drafts.num_steps, list(zip(drafts.views, requests))
+        verified = [i for i, (view, plan) in enumerate(pairs) if plan.is_drafting and (not plan.can_stay_pending or view.row in ready)]
+        reads = [rows[view.row] if plan.reads_compressed else (view.row, 0) for view, plan in pairs]
         return RoundPlan(
             states=[view.state for view in views],
             num_steps=steps,
@@ -343,7 +306,7 @@ class RoundPlanner:
         return RequestPlan(not self.lossy and wanted > 0 and (gains or self.separates_full_kv), False, reason)
 
     def _split(self, verified: list[int], offered: list[int]) -> list[list[int]]:
-        """Split into verification batches: all narrow requests in one forward, the wide ones in batches of ``MAX_WIDE_REQUESTS``."""
+        """All narrow requests in one forward, the wide ones in batches of ``MAX_WIDE_REQUESTS``."""
         narrow = [i for i in verified if offered[i] <= self.narrow]
         wide = [i for i in verified if offered[i] > self.narrow]
         batches = [wide[at : at + MAX_WIDE_REQUESTS] for at in range(0, len(wide), MAX_WIDE_REQUESTS)]

@@ -1,18 +1,17 @@
 """The running requests: the draft state of each, from its prefill until it finishes, is aborted or retracted, and its counters.
 
-:func:`fallback_reason` says why a request can never draft. Such a request reads the full KV.
-
 SGLang carries a few counters of speculative decoding from the scheduler to the frontend. :func:`write_counters` fills them with ours,
 and :func:`meta_info_fields` reads them back under their own names.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens, can_roll_back
+from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -30,13 +29,11 @@ NUM_COUNTERS = 7
 def fallback_reason(req: "Req") -> int:
     """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
-    Custom logit processors depend on state of their own. Some grammar backends cannot take drafts back. SGLang's seeded sampler has
-    no ``min_p``. Hidden states of drafts are of no use. A test lists all fields of SGLang's ``SamplingParams`` (test_eligibility.py).
+    Custom logit processors have state of their own, SGLang's seeded sampler has no ``min_p``, and hidden states of drafts are of no use.
     """
-    params = req.sampling_params
-    if req.grammar is not None and not can_roll_back(req.grammar):
+    if not can_walk(req.grammar):
         return FALLBACK_REASONS.index("grammar")
-    if params.min_p > 0:
+    if req.sampling_params.min_p > 0:
         return FALLBACK_REASONS.index("min-p")
     if req.custom_logit_processor is not None:
         return FALLBACK_REASONS.index("custom-logit-processor")
@@ -60,14 +57,35 @@ def output_end(req: "Req") -> int:
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
 
 
-class RequestStates:
-    """Draft states of the running requests, by their rows in the token table.
+@dataclass(frozen=True)
+class UnprocessedTokens:
+    """Tokens that SGLang has not appended to the outputs when it launches the next forward; none if no request has a grammar."""
 
-    Attributes:
-        offered_methods: Methods that requests may ask for.
-        overall_acceptance: Acceptance of all requests.
-        unprocessed_tokens: Tokens of the newest forward, which SGLang has not appended to the outputs yet.
-    """
+    reqs: Sequence["Req"] = ()
+    result: "GenerationBatchResult | None" = None
+
+    @classmethod
+    def from_result(cls, batch: "ScheduleBatch", result: "GenerationBatchResult") -> "UnprocessedTokens":
+        """The unprocessed tokens of a forward of ``batch``."""
+        if all(req.grammar is None for req in batch.reqs):
+            return cls()
+        places = getattr(result, "positions", None)
+        return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
+
+    def tokens_of(self, req: "Req", length: int) -> list[int]:
+        """Tokens of a request of ``length`` tokens with KV that are not in its output yet. Waits for the forward that produces them."""
+        count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
+        if count <= 0:
+            return []
+        place = next(i for i, each in enumerate(self.reqs) if each is req)
+        self.result.copy_done.synchronize()
+        # A prefill has one token of each request.
+        stride = 1 if self.result.accept_lens is None else self.result.speculative_num_draft_tokens
+        return self.result.next_token_ids[place * stride : place * stride + count].tolist()
+
+
+class RequestStates:
+    """Draft states of the running requests, by their rows in the token table, and the acceptance of all requests together."""
 
     def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
         self.args = args
@@ -80,15 +98,14 @@ class RequestStates:
         self._admitted = 0
 
     def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
-        """States of the requests in a batch. Requests that another server prefilled are admitted in their first round."""
+        """States of a batch's requests. Those that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
     def admit(self, req: "Req", matched: int) -> RequestState:
         """Admit a request whose prompt, or a chunk of it, will be computed after ``matched`` cached tokens. Returns its state."""
         row = req.req_pool_idx
         if row in self._states:
-            # An earlier chunk of the same prompt.
-            return self._states[row]
+            return self._states[row]  # an earlier chunk of the same prompt
         self._admitted += 1
         method = self.method_of(req)
         state = self._states[row] = RequestState(
@@ -116,8 +133,7 @@ class RequestStates:
         self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
 
     def method_of(self, req: "Req") -> int:
-        """Index of the method that a request asks for."""
-        # The frontend refuses unknown names.
+        """Index of the method that a request asks for. The frontend refuses unknown names."""
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
 
     def get(self, row: int) -> RequestState | None:
@@ -125,7 +141,7 @@ class RequestStates:
         return self._states.get(row)
 
     def forget(self, row: int) -> None:
-        """Drop the state of the request in ``row``; no-op if there is none."""
+        """Drop the state of the request in ``row``, if there is one."""
         self._states.pop(row, None)
 
     def clear(self) -> None:
@@ -134,34 +150,19 @@ class RequestStates:
 
 
 def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
-    """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one.
-
-    A generated seed is equal on all ranks and different for each request: samples of one request (``n``) have the same ``sampling_seed``.
-    """
+    """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one, equal on all ranks."""
     if args.enable_deterministic_inference:
         asked = req.sampling_params.sampling_seed
         return STOCK_DEFAULT_SEED if asked is None else asked
+    # Samples of one request (n) have the same sampling_seed, but must differ.
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 def write_counters(req: "Req", state: RequestState) -> None:
-    """Write a request's totals to one of SGLang's per-request lists of integers.
-
-    Layout: verifies, offered, accepted, fallback, compressor (its catalogue number; 0 for none), requested method, length of the accept
-    histogram, the accept histogram, the offer histogram.
-    """
-    req.spec_cap_lens_histogram = [
-        state.verifies,
-        state.offered,
-        state.accepted,
-        state.fallback,
-        state.compressor,
-        state.method,
-        len(state.accept_histogram),
-        *state.accept_histogram,
-        *state.offer_histogram,
-    ]
+    """Write a request's totals to one of SGLang's per-request lists of integers, as :func:`meta_info_fields` reads them."""
+    counters = state.verifies, state.offered, state.accepted, state.fallback, state.compressor, state.method, len(state.accept_histogram)
+    req.spec_cap_lens_histogram = [*counters, *state.accept_histogram, *state.offer_histogram]
 
 
 def restore_counters(req: "Req", state: RequestState) -> None:
@@ -174,10 +175,7 @@ def restore_counters(req: "Req", state: RequestState) -> None:
 
 
 def meta_info_fields(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
-    """The ``meta_info`` fields, from the list that :func:`write_counters` wrote; zeros and None for a request of one token.
-
-    ``suffixes`` are those of the server's methods.
-    """
+    """The ``meta_info`` fields, from the list of :func:`write_counters`; it is empty for one token. ``suffixes``: of the server's methods."""
     verifies, offered, accepted, fallback, compressor, method, split = record[:NUM_COUNTERS] or (0,) * NUM_COUNTERS
     return {
         "kv_verifies": verifies,

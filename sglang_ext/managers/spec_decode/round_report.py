@@ -1,7 +1,7 @@
 """Counts the outcomes of rounds: per request, as metrics, and in one log line a minute about what drafting gains.
 
-The gain compares measured rounds with plain decoding: the time that plain steps would have taken for the same tokens, over the time of the
-rounds. The cost model (cost_model.py) predicts the time of plain steps, from plain steps that it measured near the load.
+The gain is the time that plain steps would have taken for the same tokens, over the time of the rounds. The cost model (cost_model.py)
+predicts the time of plain steps, from plain steps that it measured near the load.
 """
 
 import logging
@@ -47,16 +47,10 @@ REASON_WORDS = {
 
 @dataclass
 class DraftTotals:
-    """Sums over some rounds.
+    """Sums over the rounds with draft steps, and the last selection interval, in steps; 0 if the server does not choose it.
 
-    Attributes:
-        rounds, steps: Rounds with draft steps, and these steps.
-        selection_interval: Selection interval of the last round with draft steps, in steps; 0 if the server does not choose it.
-        verifies: Verifications, counted for each request.
-        offered, accepted: Draft tokens that were verified, and accepted.
-        seconds: Measured time of the rounds with draft steps at loads near a measured plain step.
-        plain_seconds: Predicted time of plain steps for the tokens of the same rounds.
-        undrafted_tokens: Tokens without drafts, by index into ``FALLBACK_REASONS``.
+    ``seconds``: of rounds at loads near a measured plain step. ``plain_seconds``: predicted time of plain steps for their tokens.
+    ``undrafted_tokens``: tokens without drafts in any round, by index into ``FALLBACK_REASONS``.
     """
 
     rounds: int = 0
@@ -71,14 +65,11 @@ class DraftTotals:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """The metrics of drafting, by name; 0 without rounds or verifications. An unknown gain is None."""
+        """The metrics of drafting, by name, as in metrics.py; 0 without rounds or verifications. An unknown gain is None."""
         return {
-            # Mean draft steps of a round.
             "draft_length": self.steps / self.rounds if self.rounds else 0.0,
             "draft_acceptance_rate": self.accepted / self.offered if self.offered else 0.0,
-            # Mean tokens of a verification, with the bonus token.
             "draft_accept_length": (self.accepted + self.verifies) / self.verifies if self.verifies else 0.0,
-            # Speed of rounds with drafts relative to plain steps.
             "draft_gain": self.plain_seconds / self.seconds if self.seconds and self.plain_seconds else None,
             "selection_interval": self.selection_interval,
         }
@@ -88,15 +79,8 @@ class DraftTotals:
 class RoundReport:
     """Counts the outcomes of rounds, sets the metrics, and logs a line a minute.
 
-    Attributes:
-        lengths: Chooses the draft length, and predicts its gain.
-        costs: Predicts the time of plain steps.
-        requests: Counts the verifications of each request.
-        interval: Learns from the accepted drafts of each selection interval; None if no method selects by the queries of steps.
-        reports_drafting: Whether to report what drafting gains; False in mode lossy.
-        writes_log: Whether this process writes the log line for all ranks.
-        timeline: Records events for a benchmark; None otherwise.
-        totals: Sums over the rounds since the last log line.
+    ``interval`` is None if no method selects by the queries of steps. ``reports_drafting``: what drafting gains; False in mode lossy.
+    ``writes_log``: whether this process logs for all ranks. ``totals``: since the last log line.
     """
 
     lengths: DraftLength | FixedDraftLength
@@ -129,7 +113,7 @@ class RoundReport:
             if plan.fallbacks[i]:
                 self.count_fallback(plan.fallbacks[i], num_tokens)
             elif plan.can_be_rejected(i) and i not in full_kv_reqs:
-                self.metrics.count_drafts(plan.num_steps)
+                self.metrics.count("drafts", plan.num_steps)
                 if i in verify_reqs:
                     # Drafts after the end of the output were not rejected.
                     offered = num_tokens - 1 if i in result.finished_early else min(plan.num_draft_tokens(i), plan.remaining[i] - 1)
@@ -146,7 +130,6 @@ class RoundReport:
 
     @staticmethod
     def _record_timeline(timeline: "TransferTimeline", room: int, result: RoundResult, i: int, num_tokens: int) -> None:
-        """Record the events of one request's round."""
         plan, is_early = result.plan, i in result.plan.early_reqs
         drafted, ended = (timeline.at(mark) for mark in (result.marks.drafted, result.marks.ended))
         if i in plan.full_kv_reqs:
@@ -165,7 +148,7 @@ class RoundReport:
 
     def count_fallback(self, reason: int, tokens: int) -> None:
         """Count tokens without drafts; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        self.metrics.count_fallback(reason, tokens)
+        self.metrics.count("fallback_tokens", tokens, FALLBACK_REASONS[reason])
         self.totals.undrafted_tokens[reason] += tokens
 
     def on_round_end(self, plan: RoundPlan, tokens: int) -> None:
@@ -178,9 +161,8 @@ class RoundReport:
             load = BatchLoad.of(plan.lengths)
             totals.rounds += 1
             totals.steps += plan.num_steps
-            # A server with one interval does not choose it.
-            chooses = self.interval is not None and len(self.interval.intervals) > 1
-            totals.selection_interval = plan.selection_interval if chooses else 0
+            if self.interval is not None and len(self.interval.intervals) > 1:
+                totals.selection_interval = plan.selection_interval
             if self._is_measured(load):
                 totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
         # Until a round drafts after a log line, report the figures of that line.
@@ -195,17 +177,15 @@ class RoundReport:
         return self.costs.plain_step_times.is_near(load.coordinates, MAX_LOAD_DISTANCE)
 
     def _line(self, seconds: float) -> str:
-        """The log line for the rounds of the last ``seconds``."""
         totals, figures = self.totals, self.totals.figures
         plain, reasons = totals.undrafted_tokens.total(), [self._why(reason) for reason, _ in totals.undrafted_tokens.most_common(2)]
         if not totals.rounds:
             return f"drafting is off in the last {seconds:.0f} s, {plain} tokens: {'; '.join(reasons) or 'requests ended'}"
         gain = figures["draft_gain"]
         compared = "not known, as no plain step was measured near this load" if gain is None else f"{gain:.2f} over plain steps"
-        rate, length = figures["draft_acceptance_rate"], figures["draft_accept_length"]
         parts = [
             f"drafting in the last {seconds:.0f} s: {totals.rounds} rounds, draft length {figures['draft_length']:.1f}",
-            f"acceptance rate {rate:.2f}, accept length {length:.2f}, gain {compared}",
+            f"acceptance rate {figures['draft_acceptance_rate']:.2f}, accept length {figures['draft_accept_length']:.2f}, gain {compared}",
         ]
         if totals.selection_interval:
             parts.append(f"selection every {totals.selection_interval} steps")

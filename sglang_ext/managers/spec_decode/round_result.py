@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTokens:
-    """Output tokens of some requests of a batch.
-
-    Attributes:
-        requests: Positions of the requests in the batch.
-        tokens: int64 [requests, width].
-        num_output: int64 [requests], how many of the tokens count, from the first on.
-        sampled: The sampled rows that the tokens come from, ``width`` rows per request.
-    """
+    """Output tokens of the requests at some positions in a batch: int64 [requests, width], of which the first ``num_output`` count."""
 
     requests: list[int]
     tokens: torch.Tensor
@@ -35,32 +28,20 @@ class OutputTokens:
     sampled: SampledTokens
 
     @classmethod
-    def from_steps(
-        cls,
-        steps: list[tuple[LogitsProcessorOutput, SampledTokens]],
-        tokens: torch.Tensor,
-        requests: list[int],
-        counts: list[int],
-    ) -> "OutputTokens":
-        """Output tokens of the ``requests`` that decode on the full KV, from the steps of a round.
-
-        Args:
-            steps: Steps of all requests.
-            tokens: int64 [all requests, steps], their tokens.
-            requests: Positions of the requests in the batch, ascending.
-            counts: How many of the step tokens count, for each of ``requests``.
-        """
-        found = [sampled for _, sampled in steps]
+    def from_steps(cls, plan: RoundPlan, steps: list[tuple[LogitsProcessorOutput, SampledTokens]], tokens: torch.Tensor) -> "OutputTokens":
+        """Output tokens of the requests that decode on the full KV, from all steps of a round, and their tokens, int64 [requests, steps]."""
+        requests, found = plan.full_kv_reqs, [sampled for _, sampled in steps]
+        counts = [plan.num_output_tokens(i) for i in requests]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
         tokens = tokens[where]
-        sampled = SampledTokens(tokens.flatten(), None, [], [])
+        sampled = SampledTokens(tokens.flatten())
         if found[0].logprobs is not None:
             sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
             sampled.top_logprobs = [each.top_logprobs[i] for i in requests for each in found]
             sampled.requested_logprobs = [each.requested_logprobs[i] for i in requests for each in found]
-        whole = min(counts) == len(steps)
-        num_output = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
-        return cls(requests, tokens, num_output, sampled)
+        if min(counts) == len(steps):
+            return cls(requests, tokens, tokens.new_full((len(requests),), len(steps)), sampled)
+        return cls(requests, tokens, to_device(counts, tokens.device), sampled)
 
     @property
     def width(self) -> int:
@@ -69,13 +50,7 @@ class OutputTokens:
 
 
 def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bool) -> OutputTokens:
-    """Merge the output tokens of a whole batch. Requests in no part have none.
-
-    Args:
-        parts: Output tokens of different requests.
-        lengths: int64 [requests], lengths of the whole batch; the result is on the same device.
-        logprobs: Whether the parts have log-probabilities to merge.
-    """
+    """Merge the output tokens of a batch of these ``lengths``, int64 [requests]. Requests in no part have none."""
     if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
         return parts[0]
     count, width = len(lengths), max([1, *(part.width for part in parts)])
@@ -84,7 +59,7 @@ def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bo
         where = to_device(part.requests, tokens.device)
         tokens[where, : part.width] = part.tokens
         num_output[where] = part.num_output
-    sampled = SampledTokens(tokens.flatten(), None, [], [])
+    sampled = SampledTokens(tokens.flatten())
     if logprobs:
         _put_logprobs(sampled, parts, width)
     return OutputTokens(list(range(count)), tokens, num_output, sampled)
@@ -93,11 +68,10 @@ def merge_outputs(parts: list[OutputTokens], lengths: torch.Tensor, logprobs: bo
 def _put_logprobs(sampled: SampledTokens, parts: list[OutputTokens], width: int) -> None:
     """Copy the log-probabilities of all parts to ``sampled``. Those of requests without an output token are not read."""
     rows = len(sampled.tokens)
-    sampled.logprobs = torch.zeros(rows)
+    sampled.logprobs = torch.zeros(rows, device=sampled.tokens.device)
     sampled.top_logprobs, sampled.requested_logprobs = ([(torch.empty(0), [])] * rows for _ in range(2))
     for part in parts:
         theirs, each = part.sampled, part.width
-        sampled.logprobs = sampled.logprobs.to(theirs.logprobs.device)
         for k, i in enumerate(part.requests):
             mine, there = slice(i * width, i * width + each), slice(k * each, (k + 1) * each)
             sampled.logprobs[mine] = theirs.logprobs[there]
@@ -107,14 +81,10 @@ def _put_logprobs(sampled: SampledTokens, parts: list[OutputTokens], width: int)
 
 @dataclass
 class RoundResult(GenerationBatchResult):
-    """SGLang's result, with the plan of its round.
+    """SGLang's result, with the plan and the marks of its round.
 
-    Attributes:
-        plan: Plan of the round.
-        marks: When the parts of the round ended.
-        positions: Positions, in SGLang's batch, of the requests that ran; None for all (decode_loop.py).
-        finished_early: Positions, among the requests that ran, of requests whose output ended before their last token. SGLang processes the
-            result without the tokens after the end (hooks/rounds.py).
+    ``positions``: those of the requests that ran, in SGLang's batch; None for all. ``finished_early``: positions among the requests that ran
+    of those whose output ended before their last token (hooks/rounds.py).
     """
 
     plan: RoundPlan | None = None
@@ -148,11 +118,7 @@ class RoundResult(GenerationBatchResult):
         output: LogitsProcessorOutput,
         marks: RoundMarks | None = None,
     ) -> "RoundResult":
-        """The result of a round that gave ``output_tokens``. Requests that only drafted keep their last output token.
-
-        ``lengths``: int64 [requests], tokens of each after the round. ``output``: that of the last step; only requests that decode one
-        token on the full KV ask for its hidden states.
-        """
+        """The result of a round. Requests that only drafted keep their last output token. ``output``: that of the last step."""
         num_output, shown = output_tokens.num_output, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             output_tokens.sampled.fill_logprobs(shown, stride=output_tokens.width)
@@ -174,11 +140,7 @@ class RoundResult(GenerationBatchResult):
 
 
 class PendingDrafts:
-    """Pending drafts of each row: those since its last verification.
-
-    Attributes:
-        tokens: int64 [rows, longest]. ``RequestState.num_pending`` is the number of a row's tokens that count.
-    """
+    """Pending drafts of each row since its last verification: ``tokens``, int64 [rows, longest]. ``RequestState.num_pending`` of them count."""
 
     def __init__(self, rows: int, longest: int, device: torch.device):
         self.tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)

@@ -1,7 +1,5 @@
 """Sets up one decode round: takes views of the requests, executes what the planner asks for, and returns the complete plan.
 
-A round begins with five steps. Only the planner decides, and only this module acts:
-
 1. The full-KV provider processes completed loads and frees full KV.
 2. Compressed KV is created or refreshed for the requests for which ``RoundPlanner`` allows it, in the order of the batch.
 3. ``RoundPlanner.draft`` plans the steps. A request whose KV could not be compressed reads its full KV.
@@ -18,7 +16,7 @@ from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
 from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, is_too_short_to_compress, tokens_until_refresh
+from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, tokens_until_refresh
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,10 +30,7 @@ MIN_P = FALLBACK_REASONS.index("min-p")
 
 
 class FullKVProvider:
-    """Says where the full KV of a request is, and when it can be verified.
-
-    This base class serves full KV that never leaves the device: a request is verified as soon as it has enough drafts. Features
-    (managers/feature.py) have the other providers: of full KV in host memory, of full KV that is arriving, of freed full KV.
+    """Says where the full KV of a request is, and when it can be verified: at once, unless a feature has a provider (feature.py).
 
     Attributes:
         drafts_per_load: Pending drafts of a request before its full KV is loaded; 0 if nothing is loaded.
@@ -51,17 +46,20 @@ class FullKVProvider:
     early: "EarlyRequests | None" = None
     freed_full_kv: "FreedFullKV | None" = None
 
+    def __init__(self, freed_full_kv: "FreedFullKV | None" = None) -> None:
+        self.freed_full_kv = freed_full_kv
+
     def deferring_loads(self) -> AbstractContextManager[None]:
         """A context for planning and launching a round, in which loads may be deferred to its end."""
         return nullcontext()
 
     def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
-        """Process completed loads, and free full KV that is no longer needed, at the start of a round.
+        """Process completed loads, and free full KV that is no longer needed. ``iteration_seconds``: measured seconds of a round.
 
-        Args:
-            drafting: Requests that draft on compressed KV, by row: the last node of their path, and the number of tokens covered.
-            iteration_seconds: Measured seconds of a round; None before the first measurement.
+        ``drafting``: by row of each request that drafts on compressed KV, the last node of its path, and the number of covered tokens.
         """
+        if self.freed_full_kv is not None:
+            self.freed_full_kv.free_full_kv(reqs, drafting)
 
     def is_early(self, row: int) -> bool:
         """Whether a request drafts on the anchor of its full KV (managers/kv_transfer/feature.py)."""
@@ -80,7 +78,7 @@ class FullKVProvider:
 
     def full_kv_start(self, row: int, protected: int) -> int:
         """First position from which a request's row points to full KV. The prefix tree holds ``protected`` of its tokens."""
-        return 0
+        return 0 if self.freed_full_kv is None else self.freed_full_kv.full_kv_start(row, protected)
 
     def is_lost(self, row: int) -> bool:
         """Whether a part of the request's full KV is in no tier."""
@@ -94,7 +92,7 @@ class FullKVProvider:
         """Keep the full KV of the request in ``row`` on the device, because it reads it in this round."""
 
     def schedule_verifications(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Begin loads, and select the rows to verify in this round. Arguments as :meth:`DraftPlan.rounds_until_load` and ``ripe``."""
+        """Begin loads, and select the rows to verify in this round. Arguments as in :class:`DraftPlan`."""
         return ripe
 
     def restore(self, row: int) -> None:
@@ -108,33 +106,8 @@ class FullKVProvider:
 
 
 @dataclass(frozen=True)
-class FreedFullKVProvider(FullKVProvider):
-    """Full-KV provider of mode lossy, if compressed KV or cache ranks replace full KV.
-
-    Attributes:
-        freed_full_kv: Frees the full KV.
-    """
-
-    freed_full_kv: "FreedFullKV"
-
-    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
-        """Free full KV at the start of a round."""
-        self.freed_full_kv.free_full_kv(reqs, drafting)
-
-    def full_kv_start(self, row: int, protected: int) -> int:
-        """See :meth:`FullKVProvider.full_kv_start`."""
-        return self.freed_full_kv.full_kv_start(row, protected)
-
-
-@dataclass(frozen=True)
 class RoundSetup:
-    """Sets up the rounds of one worker.
-
-    Attributes:
-        compressed_kv: The compressed KV of all requests.
-        provider: Says when the full KV of a request is ready for a verification.
-        can_get_queries: Whether the queries of the request in a row would be recorded, so that it can be compressed later.
-    """
+    """Sets up the rounds of one worker. ``can_get_queries``: whether queries of the request in a row would be recorded, to compress it."""
 
     planner: RoundPlanner
     compressed_kv: CompressedKVCache
@@ -150,11 +123,10 @@ class RoundSetup:
         iteration_seconds: float | None = None,
         selection_interval: int = 1,
     ) -> RoundPlan:
-        """Set up a round of ``wanted`` draft steps or fewer; a round of plain steps if ``wanted`` is 0.
-
-        ``lengths``: tokens of each request whose full KV is known. ``selection_interval`` is in steps.
-        """
-        self.provider.on_round_start(batch.reqs, self._compressed_prefixes(batch.reqs, states), iteration_seconds)
+        """Set up a round of ``wanted`` draft steps or fewer, or of plain steps if it is 0. ``lengths``: as in :class:`RoundPlan`."""
+        pairs = ((req, self.compressed_kv.get(state.row), state) for req, state in zip(batch.reqs, states) if state.fallback in RETRYABLE)
+        drafting = {state.row: (req.last_node, compressed.covered) for req, compressed, state in pairs if compressed is not None}
+        self.provider.on_round_start(batch.reqs, drafting, iteration_seconds)
         headroom = self.planner.headroom(wanted, len(states))
         may_compress = self.planner.may_compress(states, wanted)
         compressed = self._compress(zip(batch.reqs, states, lengths), may_compress, headroom)
@@ -164,11 +136,6 @@ class RoundSetup:
         ready, failed = self._load(batch.reqs, drafts, headroom)
         return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), selection_interval)
 
-    def _compressed_prefixes(self, reqs: list["Req"], states: list[RequestState]) -> "dict[int, tuple[TieredNode, int]]":
-        """By row of each drafting request with compressed KV: the last node of its path in the prefix tree, and the covered tokens."""
-        pairs = ((req, state, self.compressed_kv.get(state.row)) for req, state in zip(reqs, states) if state.fallback in RETRYABLE)
-        return {state.row: (req.last_node, compressed.covered) for req, state, compressed in pairs if compressed is not None}
-
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
         row, provider = state.row, self.provider
         is_early = provider.is_early(row)
@@ -177,7 +144,7 @@ class RoundSetup:
             length=length,
             remaining=max(0, output_end(req) - length),
             is_checked_token_by_token=_is_checked_token_by_token(req, state),
-            is_short=is_too_short_to_compress(self.compressed_kv, row, length),
+            is_short=self.compressed_kv.get(row) is None and length < self.compressed_kv.method(row).min_context,
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,
@@ -188,10 +155,7 @@ class RoundSetup:
         )
 
     def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
-        """Create or refresh compressed KV. Pins the full KV of requests that read it, before later requests are given memory.
-
-        Returns, by position in the batch, why the request got no compressed KV; 0 if it has some.
-        """
+        """Create or refresh compressed KV. Pins the full KV of requests that read it. Returns ``compressed`` of the planner."""
         found = {}
         for i, (req, state, length) in enumerate(requests):
             # The compression of earlier requests may have moved this one's full KV to the host.
@@ -212,10 +176,7 @@ class RoundSetup:
             return ensure_compressed_kv(self.compressed_kv, req, view.state, view.length, headroom)
 
     def _load(self, reqs: Sequence["Req"], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
-        """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here.
-
-        Returns the rows whose full KV can be verified in this round; and by position, why a refresh failed.
-        """
+        """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here: ``ready`` and ``failed`` of the planner."""
         arrived = drafts.arrived
         for row in arrived:
             self.provider.end_early_decoding(row)
@@ -230,12 +191,12 @@ class RoundSetup:
 
     def _draft_rows(self, drafts: DraftPlan, failed: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Write the slots of the newest tokens to the draft rows of requests that read compressed KV. Returns ``rows`` of the planner."""
-        found = {}
+        found, compressed_kv = {}, self.compressed_kv
         for i, (view, plan) in enumerate(zip(drafts.views, drafts.requests)):
             if plan.reads_compressed and i not in failed:
-                self.compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
-                compressed = self.compressed_kv.get(view.row)
-                found[view.row] = self.compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered
+                compressed_kv.write_tail(view.row, view.length + drafts.num_pending[i])
+                compressed = compressed_kv.get(view.row)
+                found[view.row] = compressed_kv.draft_row(view.row), compressed.num_slots - compressed.covered
         return found
 
 

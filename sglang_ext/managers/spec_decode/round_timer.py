@@ -1,15 +1,12 @@
 """Measures rounds, and chooses the draft length (``--kv-draft-length auto``) and the selection interval (``--kv-select-every auto``).
 
-*Draft length.* All requests of a batch have the same one: the one with the most tokens per second (VeriCache, equation (11), with measured
-times). If a draft token is accepted with probability ``p``, a round of ``x`` drafts gives ``(1 - p^(x+1)) / (1 - p)`` tokens on average.
-Length 0 is plain decoding on the full KV. A cost model (cost_model.py) predicts times, also at loads that were not measured. While drafting
-pays, plain steps are rarely measured. While it does not pay, the batch decodes plainly, and now and then runs a *probe*: a short round with
-drafts, which measures drafting again. Probes lose at most :data:`PROBE_SHARE` of the time.
+*Draft length.* All requests of a batch have the one with the most tokens per second (VeriCache, equation (11), with measured times); 0 is
+plain decoding on the full KV. A cost model (cost_model.py) predicts times at any load. While drafting does not pay, the batch decodes
+plainly, and now and then runs a *probe*: a short round with drafts, which measures drafting again.
 
-*Selection interval.* The number of draft steps between two selections. A selection reads all keys. So with a short interval draft steps are
-slow, and with a long one drafts read an old selection and fewer are accepted. Both effects are measured for each interval. Intervals are
-tried from the longest to the shortest. The next shorter one is tried only if it could win: if it avoided half of the rejections and its
-selections took no time.
+*Selection interval.* With few draft steps between two selections, steps are slow, because a selection reads all keys. With many, fewer drafts
+are accepted. Both effects are measured for each interval, from the longest to the shortest. The next shorter one is tried only if it could
+win: if it avoided half of the rejections and its selections took no time.
 """
 
 from collections import Counter
@@ -59,12 +56,9 @@ class FixedDraftLength:
 
 @dataclass
 class DraftLength:
-    """Chooses the draft length of each round.
+    """Chooses the draft length of each round, at most ``longest``. Probes and measurements of plain steps do not change the ``chosen`` one.
 
-    Attributes:
-        longest: The longest length.
-        chosen: The last choice; probes and measurements of plain steps do not change it.
-        predicted_gain: Predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
+    ``predicted_gain``: predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
     """
 
     longest: int
@@ -114,7 +108,7 @@ class DraftLength:
         return last if (HYSTERESIS if last else MIN_GAIN) * rates[last] > rates[best] else best
 
     def _plain_is_due(self, costs: RoundCosts, load: BatchLoad) -> bool:
-        """Whether to measure a plain step although drafting pays: none was measured for long, or none near this load."""
+        """Whether to measure a plain step: none was measured for long, or none near this load."""
         if self._since_plain >= PLAIN_AFTER:
             self._since_plain = 0
             return True
@@ -128,14 +122,7 @@ class DraftLength:
 
 @dataclass
 class SelectionInterval:
-    """Chooses the selection interval of each round.
-
-    Attributes:
-        intervals: Allowed intervals in steps, longest first. A single one is always chosen.
-        chosen: The last choice; tries do not change it.
-        acceptance: Acceptance of draft tokens, by interval.
-        verifies: Number of verifications, by interval.
-    """
+    """Chooses the selection interval of each round, from ``intervals`` in steps, longest first. Tries do not change the ``chosen`` one."""
 
     intervals: Sequence[int]
     chosen: int = 0
@@ -144,7 +131,7 @@ class SelectionInterval:
     _tries: Counter[int] = field(default_factory=Counter)
 
     def choose(self, costs: RoundCosts, load: BatchLoad, drafts: int) -> int:
-        """Return the interval of the next round, in steps. ``drafts``: draft steps; 0 for plain decoding, which selects nothing."""
+        """Return the interval of the next round, in steps. ``drafts``: draft steps; 0 for plain decoding."""
         longest = self.intervals[0]
         self.chosen = self.chosen or longest
         if len(self.intervals) == 1 or not drafts:
@@ -187,23 +174,17 @@ class SelectionInterval:
 
 @dataclass
 class RoundMarks:
-    """The marks of a round on the device. The host sets each one when it launches the work.
+    """The marks of a round on the device: it starts, compressed KV is complete, the first of several steps is done, the last one, the round.
 
-    Attributes:
-        follows_plain: Whether the round before was plain, and no prefill came between.
-        start: The round begins; compressed KV is created and refreshed.
-        planned: Compressed KV is complete; drafting begins.
-        first_step: The first step is done; None if no other follows.
-        drafted: The last step is done.
-        ended: The round is done.
-        next: The next round of the same requests begins; :attr:`ended` if other work came between.
+    ``follows_plain``: whether the round before was plain, and no prefill came between. ``next``: the next round of the same requests begins;
+    :attr:`ended` if other work came between.
     """
 
-    plan: RoundPlan
     load: BatchLoad
     follows_plain: bool
     start: Mark
-    planned: Mark
+    plan: RoundPlan | None = None
+    planned: Mark | None = None
     first_step: Mark | None = None
     drafted: Mark | None = None
     ended: Mark | None = None
@@ -212,16 +193,10 @@ class RoundMarks:
 
 @dataclass
 class RoundTimer:
-    """Measures rounds, and chooses the draft length and the selection interval of the next one.
+    """Measures rounds, and chooses the draft length and the selection interval of the next one. All ranks use rank 0's choice.
 
-    Attributes:
-        draft_length: Chooses the draft length.
-        ranks: Ranks that must all use rank 0's choice.
-        compresses_each_round: Whether each round refreshes compressed KV; the time for it then counts as the round's.
-        selection_interval: Chooses the selection interval; None if no method selects by the queries of steps.
-        observers: Called with the plan and the times of each measured round.
-        recent_rounds: Seconds of the newest rounds.
-        running: The newest planned round. Its marks are set while it runs.
+    ``compresses_each_round``: whether the time to refresh compressed KV counts as the round's. ``selection_interval`` is None if no method
+    selects by the queries of steps. ``observers`` are called with each measured round. ``running``: the newest round.
     """
 
     draft_length: DraftLength | FixedDraftLength
@@ -233,23 +208,15 @@ class RoundTimer:
     observers: Sequence[Callable[[RoundPlan, RoundTimes], None]] = ()
     recent_rounds: RecentTimes = field(default_factory=RecentTimes)
     running: RoundMarks | None = None
-    _begun: Mark | None = None
-    _load: BatchLoad = BatchLoad(0, 0)
     _drafts: int = 1
-    _follows_plain: bool = False
     _pending: list[RoundMarks] = field(default_factory=list)
     _short_rounds: RoundTimes | None = None
 
     def start_round(self, lengths: list[int], states: list[RequestState]) -> tuple[int, int]:
-        """Begin a round of requests with these context lengths, in tokens, and draft states.
-
-        Returns the draft length, 0 for plain decoding; and the selection interval in steps.
-        """
-        before = [] if self.running is None else self.running.plan.states
-        self._follows_plain = self.running is not None and not self.running.plan.num_draft_steps
-        same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
-        self._begun = Mark.now(self.device)
-        self._close(self._begun if same else None)
+        """Begin a round of requests with these context lengths, in tokens. Returns the draft length, and the selection interval in steps."""
+        plan, start = None if self.running is None else self.running.plan, Mark.now(self.device)
+        same = plan is not None and len(plan.states) == len(states) and all(a is b for a, b in zip(plan.states, states))
+        self._close(start if same else None)
         self._learn()
         # Requests that never draft do not count: no draft length changes their speed.
         able = [state.acceptance.probability for state in states if state.fallback in RETRYABLE]
@@ -259,12 +226,13 @@ class RoundTimer:
             load = load._replace(selection_interval=self.selection_interval.choose(self.costs, load, self._drafts))
         choice = self.draft_length.choose(self.costs, load, able or [0.0]), load.selection_interval
         drafts, interval = self.ranks.agree(choice)
-        self._load, self._drafts = load._replace(selection_interval=interval), drafts or self._drafts
+        self._drafts = drafts or self._drafts
+        self.running = RoundMarks(load._replace(selection_interval=interval), plan is not None and not plan.num_draft_steps, start)
         return drafts, interval
 
     def on_planned(self, plan: RoundPlan) -> None:
-        """Record that drafting begins. The round may have fewer draft steps than were chosen."""
-        self.running = RoundMarks(plan, self._load, self._follows_plain, self._begun, Mark.now(self.device))
+        """Record that drafting begins."""
+        self.running.plan, self.running.planned = plan, Mark.now(self.device)
 
     def on_first_step(self) -> None:
         """Record that the first of several steps was launched."""
@@ -283,7 +251,7 @@ class RoundTimer:
         self._close(None)
 
     def _close(self, following: Mark | None) -> None:
-        """End the running round at ``following``, the start of the next one. With None it ends after its own work."""
+        """End the running round at ``following``, the start of the next one; with None, after its own work."""
         running, self.running = self.running, None
         if running is not None and running.ended is not None:
             running.next = following or running.ended
@@ -291,11 +259,9 @@ class RoundTimer:
 
     def _learn(self) -> None:
         """Learn from the pending rounds whose marks the device passed."""
-        done: list[RoundMarks] = []
-        waiting: list[RoundMarks] = []
-        for timed in self._pending:
-            (done if timed.next.reached else waiting).append(timed)
-        self._pending = waiting
+        reached = [timed.next.reached for timed in self._pending]
+        done = [timed for timed, is_done in zip(self._pending, reached) if is_done]
+        self._pending = [timed for timed, is_done in zip(self._pending, reached) if not is_done]
         for timed in done:
             spent = self._times_of(timed)
             if self._is_typical(timed.plan) and (learned := self._merge_short_rounds(timed.plan, spent)) is not None:
@@ -307,9 +273,7 @@ class RoundTimer:
 
     def _times_of(self, timed: RoundMarks) -> RoundTimes:
         """The seconds of a round. Planning counts as the round's, unless compressed KV was created meanwhile."""
-        plan = timed.plan
-        planning = timed.start.until(timed.planned)
-        whole = timed.planned.until(timed.next)
+        plan, planning, whole = timed.plan, timed.start.until(timed.planned), timed.planned.until(timed.next)
         later_steps = None if timed.first_step is None else timed.first_step.until(timed.drafted)
         is_part = not (plan.num_draft_steps and timed.load.uncompressed) or self.compresses_each_round
         return RoundTimes(
@@ -330,7 +294,7 @@ class RoundTimer:
         return not (plan.early_reqs or plan.on_full_kv or any(reason in TRANSIENT_FALLBACKS for reason in plan.fallbacks))
 
     def _merge_short_rounds(self, plan: RoundPlan, spent: RoundTimes) -> RoundTimes | None:
-        """The seconds to learn from; None if there are none yet. Short rounds are added up until their drafts are verified."""
+        """The seconds to learn from, if any. Short rounds are added up until their drafts are verified."""
         if not plan.is_shortened:
             self._short_rounds = None
             # Without a verification, a round of full length misses the time of its verification.

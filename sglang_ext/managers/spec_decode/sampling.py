@@ -1,17 +1,16 @@
 """Samples one token from each row of logits, with SGLang's own sampler.
 
-Draft and verification use the same noise: SGLang's seeded sampler at the same position. So the token that a verification row samples is
-the output token, and a draft token is accepted if it equals that. The output has the distribution of the full KV. If the request has a
-seed, its tokens are identical to those of stock decoding.
+Draft and verification use the same noise: SGLang's seeded sampler at the same position. A draft token is accepted if it equals the token
+that the verification samples. So the output has the distribution of the full KV, and with a seed the tokens of stock decoding.
 
-SGLang samples a whole batch by one route: all greedy, plain, or sorted for top-k and top-p. The routes consume noise differently. Here
-rows are grouped by the route of their own request, so that the output of a request does not depend on the other requests.
+SGLang samples a whole batch by one route, and the routes consume noise differently. Here rows are grouped by the route of their own request,
+so that the output of a request does not depend on the other requests.
 """
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk, UnprocessedTokens
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,17 +31,12 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from sglang_ext.managers.spec_decode.planner import RoundPlan
+    from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 
 
 @dataclass(frozen=True)
 class LogitRow:
-    """One row of logits to sample from.
-
-    Attributes:
-        request: Position of its request in the batch.
-        seed: Seed of the shared noise; None for SGLang's own choice (requests with full KV).
-        grammar: Masks the row; None for no mask, as for draft steps.
-    """
+    """One row of logits to sample from. ``seed``: of the noise that draft and verification share; None for SGLang's own choice."""
 
     request: int
     seed: int | None
@@ -50,17 +44,14 @@ class LogitRow:
 
     @classmethod
     def from_state(cls, request: int, state: RequestState, walk: GrammarWalk | None = None, index: int = 0) -> "LogitRow":
-        """The row after ``index`` drafts of a request. Requests that are never drafted use SGLang's own noise. ``walk``: its grammar."""
+        """The row after ``index`` drafts of a request. Requests that are never drafted use SGLang's own noise."""
         return cls(request, state.seed if state.fallback in RETRYABLE else None, None if walk is None else walk.row(index))
 
 
 def grammar_walks(
-    unprocessed: UnprocessedTokens, batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
+    unprocessed: "UnprocessedTokens", batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
 ) -> dict[int, GrammarWalk]:
-    """The grammars of ``requests`` that have one, by position in the batch. Waits for the tokens that they are walked along.
-
-    ``drafts``: int64 [requests, drafts], tokens that each grammar is walked along; None for none.
-    """
+    """The grammars of ``requests`` that have one, to walk along ``drafts``, int64 [requests, drafts]. Waits for these tokens."""
     rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
     if not rows:
         return {}
@@ -84,10 +75,23 @@ def sampling_route(req: "Req") -> str:
 
 
 def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
-    """The fields of a forward batch that ``ModelRunner.sample`` reads, except for the positions."""
-    index = [row.request for row in rows]
+    """What ``ModelRunner.sample`` reads of a forward batch, except positions. All ``rows`` take one route; all or none have a seed."""
+    index, grammars = [row.request for row in rows], [row.grammar for row in rows]
+    params, is_greedy = [batch.reqs[i].sampling_params for i in index], sampling_route(batch.reqs[index[0]]) == "greedy"
+    info = pick_requests(batch.sampling_info, index, device)
+    info = dataclasses.replace(
+        info,
+        is_all_greedy=is_greedy,
+        is_any_greedy=is_greedy,
+        need_top_p_sampling=any(each.top_p != 1.0 for each in params),
+        need_top_k_sampling=any(each.top_k != TOP_K_ALL for each in params),
+        need_min_p_sampling=any(each.min_p > 0 for each in params),
+        grammars=grammars if any(grammars) else None,
+        return_sampling_masks=None,
+        sampling_seed=info.sampling_seed if rows[0].seed is None else to_device([row.seed for row in rows], device),
+    )
     return SimpleNamespace(
-        sampling_info=select_rows(batch, rows, device),
+        sampling_info=info,
         return_logprob=logprobs,
         top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if logprobs else [0] * len(rows),
         token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if logprobs else [None] * len(rows),
@@ -98,34 +102,13 @@ def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.d
     )
 
 
-def select_rows(batch: "ScheduleBatch", rows: list[LogitRow], device) -> "SamplingBatchInfo":
-    """The batch's sampling parameters, repeated for each row.
-
-    All rows of one call take the same route, and either all or none have a seed.
-    """
-    reqs = [batch.reqs[row.request] for row in rows]
-    kind = sampling_route(reqs[0])
-    grammars = [row.grammar for row in rows]
-    info = pick_requests(batch.sampling_info, [row.request for row in rows], device)
-    return dataclasses.replace(
-        info,
-        is_all_greedy=kind == "greedy",
-        is_any_greedy=kind == "greedy",
-        need_top_p_sampling=any(req.sampling_params.top_p != 1.0 for req in reqs),
-        need_top_k_sampling=any(req.sampling_params.top_k != TOP_K_ALL for req in reqs),
-        need_min_p_sampling=any(req.sampling_params.min_p > 0 for req in reqs),
-        grammars=grammars if any(grammars) else None,
-        return_sampling_masks=None,
-        sampling_seed=info.sampling_seed if rows[0].seed is None else to_device([row.seed for row in rows], device),
-    )
-
-
 def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.device) -> "SamplingBatchInfo":
-    """The sampling parameters of the requests at these positions in the batch; a request may occur several times.
-
-    Grammars, and fields about all requests together, stay those of the batch.
-    """
+    """The sampling parameters of the requests at these positions in the batch. Fields about all requests stay those of the batch."""
     index = to_device(requests, device)
+
+    def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[index]
+
     processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
     # As in SGLang, a processor is not called without rows; some processors fail then.
     processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
@@ -138,39 +121,28 @@ def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.
         # Penalties are applied before sampling (penalties.py).
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
-        logit_bias=_pick(info.logit_bias, index),
+        logit_bias=pick(info.logit_bias),
         has_custom_logit_processor=bool(processors),
         custom_logit_processor=processors or None,
         custom_params=[info.custom_params[i] for i in requests] if info.custom_params else None,
-        sampling_seed=_pick(info.sampling_seed, index),
+        sampling_seed=pick(info.sampling_seed),
     )
-
-
-def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
-    return None if values is None else values[index]
 
 
 @dataclass
 class SampledTokens:
-    """Sampled tokens, row by row.
+    """Sampled tokens, int64 [rows], and their log-probabilities, float [rows]; None if not requested.
 
-    Attributes:
-        tokens: int64 [rows], on the device of the logits.
-        logprobs: float [rows], log-probability of each sampled token; None if not requested.
-        top_logprobs: For each row, (values, token ids) of the most likely tokens.
-        requested_logprobs: For each row, (values, token ids) of the token ids that the request asked for.
+    For each row, ``top_logprobs`` has (values, token ids) of the most likely tokens, ``requested_logprobs`` of the requested token ids.
     """
 
     tokens: torch.Tensor
-    logprobs: torch.Tensor | None
-    top_logprobs: list[tuple]
-    requested_logprobs: list[tuple]
+    logprobs: torch.Tensor | None = None
+    top_logprobs: list[tuple] = field(default_factory=list)
+    requested_logprobs: list[tuple] = field(default_factory=list)
 
     def fill_logprobs(self, output: LogitsProcessorOutput, stride: int | None = None) -> None:
-        """Write the log-probabilities to ``output`` as SGLang expects them.
-
-        ``next_token_logprobs`` has shape [requests, stride] in a decode, and [requests] in a prefill (``stride`` None).
-        """
+        """Write the log-probabilities to ``output`` as SGLang expects them: [requests, stride], or [rows] in a prefill (``stride`` None)."""
         output.next_token_logprobs = self.logprobs if stride is None else self.logprobs.view(-1, stride)
         output.next_token_top_logprobs_val = [torch.as_tensor(values) for values, _ in self.top_logprobs]
         output.next_token_top_logprobs_idx = [torch.as_tensor(ids) for _, ids in self.top_logprobs]
@@ -180,13 +152,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplingGroup:
-    """Rows that take the same route through SGLang's sampler.
-
-    Attributes:
-        rows: Their indices among all rows.
-        places: The same, int64 on the device; None if the group has all rows, in order.
-        batch: The batch for SGLang's sampler. The positions are set for each draw.
-    """
+    """Rows that take the same route. ``places``: the same, int64 on the device; None if the group has all rows, in order."""
 
     rows: list[int]
     places: torch.Tensor | None
@@ -195,10 +161,7 @@ class SamplingGroup:
 
 @dataclass(frozen=True)
 class RowSampler:
-    """Samples from rows of logits. It is prepared once, and can draw any number of times.
-
-    A draw does not wait for the device, unless log-probabilities are requested.
-    """
+    """Samples from rows of logits, any number of times. A draw does not wait for the device, unless log-probabilities are requested."""
 
     model_runner: "ModelRunner"
     groups: tuple[SamplingGroup, ...]
@@ -207,10 +170,7 @@ class RowSampler:
 
     @classmethod
     def from_rows(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[LogitRow], logprobs: bool) -> "RowSampler":
-        """Group ``rows`` by the route of their request.
-
-        ``logprobs``: whether :meth:`draw` computes the log-probabilities that the batch's requests ask for.
-        """
+        """Group ``rows`` by the route of their request. ``logprobs``: whether to compute the log-probabilities that requests ask for."""
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             routes[(sampling_route(batch.reqs[row.request]), row.seed is None)].append(index)
@@ -223,12 +183,9 @@ class RowSampler:
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
-        """Sample from each row of ``logits``, float [rows, vocabulary], which the sampler may overwrite.
-
-        ``positions``: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
-        """
+        """Sample from ``logits``, float [rows, vocabulary], and overwrite them. ``positions``, int64 [rows], of the inputs select the noise."""
         if len(self.groups) == 1 and not self.logprobs:
-            return SampledTokens(self._draw(self.groups[0], logits, positions)[0], None, [], [])
+            return SampledTokens(self._draw(self.groups[0], logits, positions)[0])
         empty = (torch.empty(0), [])
         out = SampledTokens(
             tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
@@ -242,18 +199,18 @@ class RowSampler:
 
     def _draw(self, group: SamplingGroup, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Tokens of a group's rows, int64, and the output of SGLang's sampler with their log-probabilities."""
-        everything = group.places is None
-        group.batch.positions = positions if everything else positions[group.places]
-        output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
+        if group.places is not None:
+            logits, positions = logits[group.places], positions[group.places]
+        group.batch.positions = positions
+        output = LogitsProcessorOutput(next_token_logits=logits)
         return self.model_runner.sample(output, group.batch).long(), output
 
 
 def draw_with_finite_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw with Gumbel noise from a hash, as SGLang's ``multinomial_with_seed``, but never with infinite noise.
 
-    SGLang divides the hash by its largest value, so that the quotient can be 1. Once in ``2**32 / vocabulary`` tokens the noise is
-    infinite, and draws a token whatever its probability, even 0. Seeds that a request gave (deterministic mode) draw as in SGLang. The
-    other seeds are ours. They follow SGLang's distribution without seeds, and so draw none of these tokens.
+    SGLang divides the hash by its largest value. So once in ``2**32 / vocabulary`` tokens the noise is infinite, and draws a token whatever
+    its probability. Seeds that a request gave (deterministic mode) draw as in SGLang; generated ones draw none of these tokens.
 
     ``logprobs``: float [rows, vocabulary]; ``seed``: int64 [rows]; ``positions``: int [rows]; the result: int64 [rows, 1].
     """
@@ -284,11 +241,7 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
 
 
 class SamplerCache:
-    """Keeps the samplers of a batch while the same requests run: creating one takes a dozen operations on the device.
-
-    A kept sampler has a few numbers per row. Samplers as large as the logits, or that depend on the output, are created each time.
-    At most ``most`` are kept, because one batch has many subsets of requests.
-    """
+    """Keeps at most ``most`` samplers while the same requests run: creating one takes a dozen operations on the device."""
 
     def __init__(self, model_runner: "ModelRunner", most: int = 64):
         self.model_runner = model_runner
@@ -299,13 +252,12 @@ class SamplerCache:
     def get(
         self, batch: "ScheduleBatch", states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
     ) -> RowSampler:
-        """The sampler of ``width`` rows of each of some requests, at their positions in the batch.
-
-        It is reused only for the same requests and ``states``. ``rows`` makes the rows; it is called only if a sampler is created.
-        """
+        """The sampler of ``width`` rows of each of the ``requests``. ``rows`` makes the rows if a sampler is created."""
         info = batch.sampling_info
+        # Do not keep samplers that are as large as the logits, or depend on the output.
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
             return RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
+        # A retracted request returns with another state, and other noise.
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
             self._owners, self._kept = owners, {}

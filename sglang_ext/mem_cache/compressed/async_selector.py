@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -30,23 +30,9 @@ if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
 
-class QueryWindow(NamedTuple):
-    """A request's newest queries: indices in the pool of :class:`QueryWindows`, and positions, ascending."""
-
-    row: int
-    places: list[int]
-    positions: list[int]
-
-
 @dataclass
 class FreeBlocks:
-    """Free memory for new requests at each of several cache ranks, any of which can take a request.
-
-    Attributes:
-        blocks: Free blocks of each cache rank.
-        size: Tokens of a block.
-        requests: Number of further requests that each cache rank accepts.
-    """
+    """Free memory for new requests at several cache ranks: by rank the free blocks of ``size`` tokens, and the requests that it still accepts."""
 
     blocks: list[int]
     size: int
@@ -70,14 +56,11 @@ class CompressedKVSource(Protocol):
     namespace_of: Callable[[int], str | None]
     prompt_of: Callable[[int], Sequence[int]]
 
-    def get(self, row: int) -> CompressedKV | None:
-        """The compressed KV of the request in ``row``."""
+    def get(self, row: int) -> CompressedKV | None: ...
 
-    def draft_row(self, row: int) -> int:
-        """Index of the request's draft row."""
+    def draft_row(self, row: int) -> int: ...
 
-    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None:
-        """Replace the selection of some layers."""
+    def write_selection(self, row: int, layers: slice, kept: torch.Tensor) -> None: ...
 
 
 class AsyncSelector(ABC):
@@ -101,12 +84,7 @@ class AsyncSelector(ABC):
         """Run a dummy selection, so that no request waits for kernel compilation."""
 
     def on_round_start(self, forwards: int, interval: int) -> None:
-        """Handle the start of a round.
-
-        Args:
-            forwards: Draft steps and verifications of the round.
-            interval: Selection interval, in steps.
-        """
+        """Handle the start of a round of so many draft steps and verifications. ``interval`` is the selection interval, in steps."""
 
     def observe_step(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> LayerObserver | None:
         """Handle the start of a step. Returns the observer of its layers; None if none is needed. Arguments as :meth:`on_step_end`'s."""
@@ -117,17 +95,13 @@ class AsyncSelector(ABC):
         """Handle a launched step: apply selections of requests whose selection interval ends, and start new ones with the step's queries.
 
         Args:
-            compressed_kv: The compressed KV cache.
             ends: Position after the step's token, by row, of requests that read their compressed KV.
             following: Steps until the full KV verifies them; None if nothing is verified.
         """
 
     @abstractmethod
     def flush(self, row: int) -> None:
-        """Make the current stream wait for all work launched for the request in ``row``.
-
-        Called before its compressed KV gets other slots or is freed. No-op if nothing was launched.
-        """
+        """Make the current stream wait for all work launched for the request in ``row``, before its compressed KV gets other slots or is freed."""
 
     @abstractmethod
     def flush_all(self) -> None:
@@ -137,10 +111,7 @@ class AsyncSelector(ABC):
         """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
 
     def must_read_full_kv(self, row: int, tokens: int) -> bool:
-        """Whether the request in ``row`` must decode on its full KV: no cache rank can take its ``tokens`` tokens now.
-
-        Counts a missing selection if so.
-        """
+        """Whether the request must decode on its full KV: no cache rank can take its ``tokens`` tokens now. Counts a missing selection if so."""
         return False
 
     def num_held_tokens(self, row: int) -> int:
@@ -148,8 +119,7 @@ class AsyncSelector(ABC):
         return 0
 
     def on_slots_freed(self, row: int, is_remote_only: bool) -> None:
-        """Handle that slots of a request's full KV are about to be freed. With ``is_remote_only``, no slots of the request remain, so its keys
-        cannot be sent again."""
+        """Handle that slots of a request's full KV are about to be freed; with ``is_remote_only`` all, so that its keys cannot be sent again."""
 
     def is_lost(self, row: int) -> bool:
         """Whether a request's only full KV was lost with its process."""
@@ -175,10 +145,7 @@ class AsyncSelector(ABC):
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def plan_refresh(self, row: int, covered: int, keep: int) -> NewestRows:
-        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy.
-
-        Called after :meth:`extend` returned True.
-        """
+        """Plan a refresh to ``covered`` tokens with ``keep`` per head, and return the rows to copy. Called after :meth:`extend` returned True."""
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def forget(self, row: int) -> None:
@@ -202,8 +169,6 @@ class StreamSelector(AsyncSelector):
 
     Args:
         method: The only compression method. Its compressor is :class:`~sglang_ext.mem_cache.compressors.step_selectors.Spade`.
-        token_table: int32, SGLang's token table with the draft rows.
-        selector: Runs the selection.
         queries: The newest queries of each request. A ring is long enough that queries stay valid while a selection reads them.
         intervals: Selection intervals that rounds may have, in steps; by default only the one of ``method``.
     """
@@ -239,7 +204,6 @@ class StreamSelector(AsyncSelector):
             self._side.wait(self._launch_on_side(contexts, places, positions, interval + 1))
 
     def on_round_start(self, forwards: int, interval: int) -> None:
-        """Record the interval, as :meth:`AsyncSelector.on_round_start`."""
         self._interval = interval
 
     def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
@@ -249,12 +213,13 @@ class StreamSelector(AsyncSelector):
         self._apply(compressed_kv, [row for row in due if row in self._in_progress])
         if following is not None and following <= interval:
             return  # no step would read it
-        alike: dict[tuple[int, int], list[QueryWindow]] = {}
+        # By number of queries and distance: for each request its row, and places and positions of its queries.
+        alike: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
         for row, end in due.items():
             places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
             if places:
                 # The first step that reads this selection has the token at position end + every.
-                alike.setdefault((len(places), end + interval - positions[-1]), []).append(QueryWindow(row, places, positions))
+                alike.setdefault((len(places), end + interval - positions[-1]), []).append((row, places, positions))
         for (_, ahead), windows in alike.items():
             self._launch_requests(compressed_kv, windows, ahead)
 
@@ -263,7 +228,6 @@ class StreamSelector(AsyncSelector):
         self._side.wait(self._in_progress.pop(row, None))
 
     def flush_all(self) -> None:
-        """Flush all requests that have a selection in progress."""
         for row in list(self._in_progress):
             self.flush(row)
 
@@ -284,22 +248,21 @@ class StreamSelector(AsyncSelector):
         where = to_device(at, self._table.device)
         self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
 
-    def _launch_requests(self, compressed_kv: CompressedKVSource, windows: Sequence[QueryWindow], ahead: int) -> None:
+    def _launch_requests(self, compressed_kv: CompressedKVSource, windows: Sequence[tuple[int, list[int], list[int]]], ahead: int) -> None:
         """Start one selection for requests with equally many queries, on the second stream, parallel to later work of the current one."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
 
-        compressed_kvs, first, numbers = [compressed_kv.get(window.row) for window in windows], 0, []
-        for window, compressed in zip(windows, compressed_kvs):
-            numbers.append([window.row, compressed.covered, compressed.own_tokens, first])
+        rows, places, positions = zip(*windows)
+        compressed_kvs, first, numbers = [compressed_kv.get(row) for row in rows], 0, []
+        for row, compressed in zip(rows, compressed_kvs):
+            numbers.append([row, compressed.covered, compressed.own_tokens, first])
             first += len(compressed.back_slots)
         targets = torch.cat([compressed.back_slots for compressed in compressed_kvs])
         always = self._method.compressor.sinks, self._method.compressor.recent
         lengths = tuple(compressed.covered for compressed in compressed_kvs)
         contexts = SelectionContexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
-        places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
-        done = self._launch_on_side(contexts, places, positions, ahead)
-        for window in windows:
-            self._in_progress[window.row] = done
+        done = self._launch_on_side(contexts, *to_device([places, positions], targets.device), ahead)
+        self._in_progress.update(dict.fromkeys(rows, done))
 
     def _launch_on_side(
         self, contexts: "SelectionContexts", places: torch.Tensor, positions: torch.Tensor, ahead: int

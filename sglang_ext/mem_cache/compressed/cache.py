@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Minimum prefix tokens of a shared segment. A shorter one would save too little memory.
-MIN_SHARED = 256
-
 
 @dataclass(kw_only=True)
 class CompressedKVCache:
@@ -43,19 +40,15 @@ class CompressedKVCache:
     Attributes:
         methods: Methods that requests may ask for. The first is the default.
         token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
-        rows: Number of ordinary rows.
-        buffers: The layers of SGLang's KV pool.
-        allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, which evicts when slots run out.
-        queries: The newest queries of each request.
-        rotary: The model's rotary embedding, for compressors that need it.
+        rotary: The model's rotary embedding; None if no method needs it.
         method_index_of: Index in :attr:`methods` of the method of the request in a row.
         prompt_of: Prompt token ids of the request in a row.
         namespace_of: Adapter or salt of the request in a row (``extra_key``), on which its KV also depends; None if token ids do not identify its KV.
-        layout: How compressed KV is stored in slots.
         async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
+        min_shared: Minimum prefix tokens of a shared segment. A shorter one would save too little memory.
         num_compressions: Number of compressions and refreshes, by the name of the compressed KV.
         refused: Names of compressors whose scores cannot be used. They create no compressed KV any more.
     """
@@ -75,13 +68,14 @@ class CompressedKVCache:
     async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
+    min_shared: int = 256
     num_compressions: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
     _by_row: dict[int, CompressedKV] = field(default_factory=dict)
 
     @cached_property
     def _writer(self) -> CompressedKVWriter:
-        return CompressedKVWriter(self.token_table, self.buffers, self.queries, self.rotary, self.prompt_of, self.layout)
+        return CompressedKVWriter(self.token_table, self.rows, self.buffers, self.queries, self.rotary, self.prompt_of, self.layout)
 
     def method(self, row: int) -> CompressionMethod:
         """The compression method of the request in ``row``."""
@@ -94,8 +88,7 @@ class CompressedKVCache:
     def max_covered(self, row: int, tokens: int) -> int:
         """Upper limit of the tokens that new compressed KV can cover, of a request's first ``tokens``. Not rounded to units.
 
-        Tokens after the newest recorded queries have no queries that attend to them. If the method scores by queries, these tokens stay
-        exact, as recent tokens do.
+        If the method scores by queries, tokens after the newest recorded ones stay exact, as recent tokens do: no query attends to them.
         """
         method = self.method(row)
         newest = self.queries.newest(row) if method.compressor.window else None
@@ -136,10 +129,7 @@ class CompressedKVCache:
         return freed_full_kv is not None and freed_full_kv.can_lack_full_kv(row)
 
     def is_usable_without_refresh(self, row: int) -> bool:
-        """Whether the compressed KV of the request in ``row`` stays usable if it cannot be refreshed.
-
-        It does if another process exchanges its rows, or if it is the only KV of the request.
-        """
+        """Whether compressed KV that cannot be refreshed stays usable: another process exchanges its rows, or it is the request's only KV."""
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
@@ -167,10 +157,7 @@ class CompressedKVCache:
 
     def all_slots(self) -> torch.Tensor:
         """Slots that compressed KV owns: int64 [owned_slot_count]."""
-        return torch.cat([self._no_slots(), *(compressed.owned_slots for compressed in self._by_row.values())])
-
-    def _no_slots(self) -> torch.Tensor:
-        return self.token_table.new_empty(0, dtype=torch.int64)
+        return torch.cat([self.token_table.new_empty(0, dtype=torch.int64), *(compressed.owned_slots for compressed in self._by_row.values())])
 
     def free_slots(self) -> torch.Tensor:
         """Slots that SGLang's allocator could allocate: int64 [free]."""
@@ -198,7 +185,6 @@ class CompressedKVCache:
         shared segments, and overwrites and grows the owned slots. Some layouts share nothing (:attr:`KVLayout.shareable`).
 
         Args:
-            row: The request's row in the token table.
             tokens: Tokens whose full KV is exact.
             headroom: Slots that must stay free or evictable for decoding.
             prefix: The prefix that new compressed KV may share; None for nothing.
@@ -229,7 +215,8 @@ class CompressedKVCache:
         for segment in segments:
             # Otherwise the allocation for the rest could evict them.
             self.tree_cache.segments.use(segment)
-        compressed = CompressedKV(self._no_slots(), covered, segments, sinks=method.sinks, refresh_after=refresh_after)
+        no_slots = self.token_table.new_empty(0, dtype=torch.int64)
+        compressed = CompressedKV(no_slots, covered, segments, sinks=method.sinks, refresh_after=refresh_after)
         is_created = self._resize(row, compressed, headroom, prefix, tokens)
         if not is_created:
             for segment in segments:
@@ -242,7 +229,7 @@ class CompressedKVCache:
         packing = method.packing
         if prefix is not None:
             shareable = method.covered(min(prefix.tokens, compressed.covered))
-            end = shareable if shareable - end >= MIN_SHARED else end
+            end = shareable if shareable - end >= self.min_shared else end
         shared = method.num_kept(end - compressed.shared_len)
         own = method.num_own_tokens(compressed, end, shared)
         segment_slots = packing.held_slots(shared)
@@ -266,7 +253,7 @@ class CompressedKVCache:
             compressed.segments.append(new_segment)
         try:
             kept = self._resolve_selection(row, compressed)
-            self._writer.write(method, row, self.draft_row(row), compressed, new_segment, num_filled, tokens, has_sinks, kept)
+            self._writer.write(method, row, compressed, new_segment, num_filled, tokens, has_sinks, kept)
         except ScoresError as error:
             self._refuse(method, error)
             if new_segment is not None:
@@ -302,23 +289,16 @@ class CompressedKVCache:
         self._by_row[row] = compressed
 
     def reselect(self, row: int, end: int, every: int) -> None:
-        """Select tokens again for the request in ``row`` between two steps of a round, if its selection interval has ended.
+        """Select tokens again for the request in ``row`` between two steps of a round, if its selection interval, ``every`` steps, has ended.
 
         The compressed KV covers the same tokens and keeps the same number in the same slots, so that the plan of the round stays valid.
-        Newer tokens follow it in the draft row.
-
-        Args:
-            row: The request's row in the token table. Its method has :attr:`~sglang_ext.mem_cache.compressors.compressor.Compressor.every`.
-            end: Position after that of the newest query.
-            every: Selection interval, in steps.
+        Newer tokens follow it in the draft row. ``end`` is the position after that of the newest query.
         """
         method, compressed = self.method(row), self._by_row[row]
-        if method.compressor.synchronous:
-            return
-        if (end - compressed.covered) % every or self.is_refused(row):
+        if method.compressor.synchronous or (end - compressed.covered) % every or self.is_refused(row):
             return
         try:
-            self._writer.reselect(method, row, self.draft_row(row), compressed, end)
+            self._writer.reselect(method, row, compressed, end)
         except ScoresError as error:
             self._refuse(method, error)
         else:
@@ -345,10 +325,8 @@ class CompressedKVCache:
         return None if new is None else torch.cat([slots, new])
 
     def write_tail(self, row: int, end: int) -> None:
-        """Point the draft row, after the compressed KV, to the slots of the full row's tokens ``[covered, end)``.
-
-        A position keeps its slot unless :meth:`on_row_moved` is called, so only new positions are written.
-        """
+        """Point the draft row, after the compressed KV, to the slots of the full row's tokens ``[covered, end)``."""
+        # A position keeps its slot unless on_row_moved is called, so only new positions are written.
         compressed = self._by_row[row]
         start = compressed.tail_end
         if start >= end:
@@ -368,7 +346,7 @@ class CompressedKVCache:
         compressed = self._by_row.get(row)
         if self.layout.points_to_full_kv:
             is_kept = compressed is not None and self.async_selector is None
-            if not is_kept or not self._writer.rewrite_selection(self.method(row), row, self.draft_row(row), compressed):
+            if not is_kept or not self._writer.rewrite_selection(self.method(row), row, compressed):
                 self.release_compressed_kv(row)
                 return
         if self.row_sender is not None:

@@ -31,13 +31,11 @@ PACK_AFTER = 128
 
 @dataclass(frozen=True)
 class CompressionMethod:
-    """One of the compression methods that requests of a server may ask for.
+    """One of the compression methods that requests of a server may ask for by its ``name``.
 
     Attributes:
-        compressor: Selects the tokens to keep.
         budget: Share of the covered tokens to keep.
         packing: Layout of the compressed KV in slots.
-        name: The name that requests use. It is unique in a server.
         packs: Name of the quantizer that packs the compressed KV; empty for none.
         suffix: Ending of the compressed KV's name that tells this method from others with the same compressor.
         sparse_from: Smallest context, in tokens, that is compressed.
@@ -82,9 +80,7 @@ class CompressionMethod:
         return self.recent + self.pack_after + PLAIN_STEPS - 1
 
     def next_refresh(self, max_covered: int) -> int:
-        """Context length at which compressed KV that packs all tokens is refreshed.
-
-        ``max_covered`` is the number of the context's tokens without the newest ones.
+        """Context length at which compressed KV that packs all tokens is refreshed; ``max_covered`` counts the tokens without the newest ones.
 
         That is as soon as :attr:`pack_after` new tokens exist, rounded up to whole rounds of the request. So the refresh shortens no round.
         """
@@ -134,18 +130,10 @@ class CompressionMethod:
 
 @dataclass(frozen=True)
 class CompressedKVWriter:
-    """Writes compressed KV to its allocated slots.
-
-    Attributes:
-        token_table: int32, SGLang's token table with the draft rows.
-        buffers: The layers of SGLang's KV pool.
-        queries: The newest queries of each request.
-        rotary: The model's rotary embedding, for compressors that need it.
-        prompt_of: Prompt token ids of the request in a row.
-        layout: How compressed KV is stored in slots.
-    """
+    """Writes compressed KV to its allocated slots, and the draft rows. Attributes as :class:`~.cache.CompressedKVCache`'s."""
 
     token_table: torch.Tensor
+    rows: int
     buffers: "KVBuffers"
     queries: "QueryWindows"
     rotary: "Rotary | None"
@@ -153,11 +141,7 @@ class CompressedKVWriter:
     layout: KVLayout
 
     def compile_kernels(self, method: CompressionMethod, query_heads: int) -> None:
-        """Compress slot 0, which no request owns, with ``method``, to compile its kernels.
-
-        Raises:
-            ScoresError: The method's scores cannot be used for a selection.
-        """
+        """Compress slot 0, which no request owns, with ``method``, to compile its kernels. Raises ScoresError as :meth:`write`."""
         keys, window = self.buffers.keys[0], method.compressor.window
         tokens = 4 * window + max(64, method.unit)
         count = max(1, tokens // 2 // method.unit) * method.unit
@@ -175,7 +159,6 @@ class CompressedKVWriter:
         self,
         method: CompressionMethod,
         row: int,
-        draft_row: int,
         compressed: CompressedKV,
         new_segment: Segment | None,
         num_filled: int,
@@ -185,23 +168,14 @@ class CompressedKVWriter:
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, from token ``num_filled`` on, and to a new segment's slots.
 
-        Also writes the draft row, and records how much compressed KV it begins with.
-
-        Args:
-            method: The compression method.
-            row, draft_row: The request's rows of the token table.
-            compressed: The compressed KV, with all slots that it reads. This method sets its name.
-            new_segment: The one of its segments that is still empty; None for none.
-            num_filled: Tokens that the owned slots already hold.
-            tokens: Tokens of the request whose full KV is exact. If all tokens are kept, the full KV of the tokens held may be freed.
-            has_sinks: Whether the owned slots already hold the sinks.
-            kept: Positions to keep, int64 [layers, kv_heads, count], if the selection exists; :class:`NewestRows` if only some rows change; None to
-                let the method select.
+        Also writes the draft row, and sets the compressed KV's name. ``new_segment`` is the one of its segments that is still empty. ``kept`` are
+        the positions to keep, int64 [layers, kv_heads, count], if the selection exists, or the rows that change. The full KV of the first
+        ``tokens`` tokens is exact. If all tokens are kept, the full KV of those that the compressed KV already holds may be freed.
 
         Raises:
             ScoresError: The method's scores cannot be used for a selection. Nothing was written.
         """
-        source = self.token_table[row, : compressed.covered].long()
+        draft_row, source = row + self.rows, self.token_table[row, : compressed.covered].long()
         rest = Part(compressed.shared_len + num_filled, compressed.covered, compressed.own_tokens - num_filled)
         targets = {rest: compressed.own[compressed.sinks + method.packing.packed_slots(num_filled) :]}
         if new_segment is not None:
@@ -227,40 +201,28 @@ class CompressedKVWriter:
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), compressed.covered)
         return method.compressor.select(context, [Part(compressed.shared_len, compressed.covered, compressed.own_tokens)])[0]
 
-    def rewrite_selection(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV) -> bool:
+    def rewrite_selection(self, method: CompressionMethod, row: int, compressed: CompressedKV) -> bool:
         """Write the first selection of ``compressed`` again, by the same queries, after the row's slots have changed.
 
-        Arguments as :meth:`write`'s. Layers that select by themselves repeat their selection.
-
-        Returns:
-            False if a round selects again in any case, the queries are gone, or the method's scores cannot be used any more.
+        Layers that select by themselves repeat their selection. Returns False if a round selects again in any case, the queries are gone, or
+        the method's scores cannot be used any more.
         """
         found = self.queries.newest_places(row, compressed.covered, method.compressor.window)[0]
         if method.compressor.each_round or len(found) < method.compressor.window:
             return False
         kept = initial_selection(method.compressor, self.buffers, compressed.covered, compressed.own_tokens)
         try:
-            self.write(method, row, draft_row, compressed, None, 0, compressed.covered, True, kept)
+            self.write(method, row, compressed, None, 0, compressed.covered, True, kept)
         except ScoresError:
             return False
         return True
 
-    def reselect(self, method: CompressionMethod, row: int, draft_row: int, compressed: CompressedKV, end: int) -> None:
-        """Overwrite the previous selection of ``compressed``, which shares nothing, with a new one of the same size over the covered tokens.
-
-        Args:
-            method: The compression method.
-            row, draft_row: The request's rows of the token table.
-            compressed: The compressed KV.
-            end: Only queries before this position are used.
-
-        Raises:
-            ScoresError: The method's scores cannot be used for a selection. Nothing was written.
-        """
+    def reselect(self, method: CompressionMethod, row: int, compressed: CompressedKV, end: int) -> None:
+        """Overwrite the selection of ``compressed``, which shares nothing, by queries before ``end``. Raises ScoresError as :meth:`write`."""
         context = self._context(row, method, self.token_table[row, : compressed.covered].long(), end)
         with self._raising_scores_error(method):
             whole = Part(compressed.shared_len, compressed.covered, compressed.own_tokens)
-            self.layout.fill(draft_row, method.packing, method.compressor, context, {whole: compressed.own[compressed.sinks :]})
+            self.layout.fill(row + self.rows, method.packing, method.compressor, context, {whole: compressed.own[compressed.sinks :]})
 
     def _raising_scores_error(self, method: CompressionMethod) -> AbstractContextManager[None]:
         return as_scores_error(method.compressor.name) if method.compressor.name in USER_METHODS else nullcontext()
@@ -286,13 +248,9 @@ class CompressedKVWriter:
 
 
 def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
-    """First selection of a method whose layers select in the step: the newest tokens. None if it selects with recorded queries instead.
+    """First selection, of ``keep`` tokens per head, of a method whose layers select in the step: the newest of the ``covered`` tokens.
 
-    Args:
-        chooser: The request's compressor.
-        buffers: The pool's buffers.
-        covered: Tokens that the compressed KV covers.
-        keep: Tokens per head.
+    None if it selects with recorded queries instead.
     """
     if not chooser.synchronous or (chooser.every > 1 and chooser.window):
         return None

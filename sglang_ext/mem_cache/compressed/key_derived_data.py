@@ -19,14 +19,9 @@ from sglang_ext.mem_cache.selection.scoring_keys import KeyQuantizer, KeySpec, Q
 
 
 class KeyDerivedData(ABC):
-    """Data that each forward updates, once for all layers, after its last layer has attended.
-
-    Args:
-        layer_ids: Index of each layer in the model.
-    """
+    """Data that each forward updates, once for all layers, after the last of ``layer_ids`` has attended. Layers attend in this order."""
 
     def __init__(self, layer_ids: Sequence[int]):
-        # Layers attend in the order of their indices.
         self._last = max(layer_ids)
 
     def compile_kernels(self, device: torch.device) -> None:
@@ -44,15 +39,9 @@ class KeyDerivedData(ABC):
 
 
 class SlotCodes(KeyDerivedData):
-    """Keys of all slots in 8 or 4 bits, used for scoring only.
+    """Keys of all slots in 8 or 4 bits (``held``, by slot), used for scoring only.
 
-    Args:
-        keys: Keys of the pool's attention layers, [slots, kv_heads, head_dim] each.
-        layer_ids: Index of each layer in the model.
-        bits: 8 or 4.
-
-    Attributes:
-        held: The codes, indexed by slot.
+    ``keys`` are those of the pool's attention layers, [slots, kv_heads, head_dim] each. They must not move in memory.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
@@ -63,7 +52,6 @@ class SlotCodes(KeyDerivedData):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Quantize the keys of the slots, as :meth:`KeyDerivedData.write`."""
         self._quantizer.quantize(slots)
 
 
@@ -73,14 +61,10 @@ class PageExtremes(KeyDerivedData):
     An update computes the extremes from all keys of the page. So overwritten keys, of rejected drafts or of earlier requests, no longer count.
     An incomplete page also has extremes of its other slots. No selection uses such a page.
 
-    Args:
-        keys: Keys of the pool's attention layers, [slots, kv_heads, head_dim] each; equal shapes. They must not move in memory.
-        layer_ids: Index of each layer in the model.
-        page: Tokens of a page.
+    ``keys`` are those of the pool's attention layers, [slots, kv_heads, head_dim] each, with equal shapes. They must not move in memory.
 
     Attributes:
         held: [layers, pages, kv_heads, 2, head_dim], in the keys' dtype: the smallest number, then the largest.
-        layer_ids: Index of each layer in the model.
         page: Tokens of a page.
     """
 
@@ -94,11 +78,10 @@ class PageExtremes(KeyDerivedData):
         self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Update the extremes of the slots' pages, as :meth:`KeyDerivedData.write`."""
         if not len(slots):
             return
         if slots.is_cuda:
-            from sglang_ext.layers.kernels.quest_pages import bound_pages
+            from sglang_ext.layers.kernels.kv_copies import bound_pages
 
             bound_pages(self._table, self._keys[0], slots, self.held, self.page)
             return
@@ -113,12 +96,9 @@ class PageExtremes(KeyDerivedData):
 
 
 def compute_extremes(keys: torch.Tensor, page: int, pages: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-    """Smallest and largest number of each channel in whole pages of a pool: [pages, kv_heads, 2, dim].
+    """Smallest and largest number of each channel in whole pages of ``keys``, [slots, kv_heads, dim]: [pages, kv_heads, 2, dim].
 
-    Args:
-        keys: [slots, kv_heads, dim].
-        page: Tokens of a page.
-        pages: int64, selected pages; all by default.
+    ``pages``, int64, are the wanted ones; all by default.
     """
     paged = keys[: len(keys) // page * page].unflatten(0, (-1, page))[pages]
     return torch.stack([paged.amin(1), paged.amax(1)], dim=2)

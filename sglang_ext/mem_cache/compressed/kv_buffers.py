@@ -35,14 +35,8 @@ class KVBuffers:
     @classmethod
     def from_pool(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
         """The buffers of SGLang's ``pool``. ``scaling`` is by index of the attention layer, ``first_head`` is this rank's."""
-        ids = tuple(scaling)
-        return cls(
-            layer_ids=ids,
-            scaling=tuple(scaling.values()),
-            keys=tuple(pool.get_key_buffer(layer) for layer in ids),
-            values=tuple(pool.get_value_buffer(layer) for layer in ids),
-            first_head=first_head,
-        )
+        keys, values = (tuple(map(get, scaling)) for get in (pool.get_key_buffer, pool.get_value_buffer))
+        return cls(tuple(scaling), tuple(scaling.values()), keys, values, first_head)
 
     def of_layers(self, layers: slice) -> "KVBuffers":
         """The buffers of some layers, by their index here; without codes."""
@@ -83,12 +77,9 @@ class KVBuffers:
         return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.read(layer, slots)
 
     def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy each head's ``j``-th kept token to slot ``targets[j]``, in all layers.
+        """Copy each head's ``j``-th kept token to slot ``targets[j]``, int64 [count], in all layers.
 
-        Args:
-            kept: int64 [layers, kv_heads, count], indices into ``sources``.
-            sources: int64 [tokens], slots of the context.
-            targets: int64 [count], slots of the compressed KV.
+        ``kept``, int64 [layers, kv_heads, count], are indices into ``sources``, int64 [tokens], slots of the context.
         """
         if self.on_gpu:
             from sglang_ext.layers.kernels.kv_copies import gather_kept
@@ -102,12 +93,9 @@ class KVBuffers:
                 buffer[targets] = buffer[read, heads]
 
     def move_newest(self, rows: "NewestRows", sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows of a context's newest tokens to their places in compressed KV.
+        """Copy rows of a context's newest tokens to their places in compressed KV, whose slots are ``targets``, int64 [places].
 
-        Args:
-            rows: The rows and their places.
-            sources: int64 [tokens], slots of the context. The copied rows are exact there.
-            targets: int64 [places], slots of the compressed KV.
+        ``sources``, int64 [tokens], are the slots of the context. The copied rows are exact there.
         """
         # Cloned: Triton would compile its kernel again for a tensor that is not aligned to 16 bytes.
         newest = sources[rows.first : rows.first + rows.places.shape[-1]].clone()

@@ -1,13 +1,17 @@
-"""Compression policy: when a request's compressed KV is created or refreshed, and which of its queries are recorded for that."""
+"""Compression policy: when a request's compressed KV is created or refreshed, and which of its queries are recorded for that.
 
-from collections.abc import Iterable
+:func:`observe_step` decides which requests select again in a step. Quest on a CPU selects synchronously: each layer of a step selects tokens by
+the step's own query, just before attention (:class:`SynchronousSelector`).
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, RETRYABLE, SHORT_CONTEXT, WRONG_SCORES, RequestState
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, RecordedRows
+from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, catalogue
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
@@ -25,9 +29,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
     """Create or refresh a request's compressed KV when it is due. Returns the fallback reason, 0 for none.
 
     Args:
-        compressed_kv: The worker's compressed KV cache.
         req: The request. Its path in the prefix tree is locked.
-        state: The request's draft state.
         length: Tokens of the request whose full KV is in the pool.
         headroom: Slots that must stay free or evictable for decoding.
     """
@@ -36,7 +38,7 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
         compressed_kv.release_compressed_kv(state.row)
         return NO_SELECTION
     if compressed is None:
-        if is_too_short_to_compress(compressed_kv, state.row, length):
+        if length < method.min_context:
             return SHORT_CONTEXT
         if compressed_kv.is_refused(state.row):
             return WRONG_SCORES
@@ -54,11 +56,6 @@ def ensure_compressed_kv(compressed_kv: CompressedKVCache, req: "Req", state: Re
     return 0
 
 
-def is_too_short_to_compress(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Whether a request without compressed KV has too few tokens to get it."""
-    return compressed_kv.get(row) is None and length < compressed_kv.method(row).min_context
-
-
 def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
     """Whether the request in ``row`` must decode on its full KV, because no cache rank can select its tokens."""
     selector = compressed_kv.async_selector
@@ -68,8 +65,11 @@ def _must_read_full_kv(compressed_kv: CompressedKVCache, row: int, length: int) 
 def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: int) -> int:
     """Refresh the compressed KV of the request in ``row``. Returns the fallback reason, 0 if the request has (new or old) compressed KV."""
     is_usable_without_refresh = compressed_kv.is_usable_without_refresh(row)
-    if not _send_tokens_for_refresh(compressed_kv, row, length):
-        return 0
+    if compressed_kv.row_sender is not None and compressed_kv.can_lack_full_kv(row):
+        # The cache rank needs the tokens that the refresh will cover.
+        covered = compressed_kv.method(row).covered(compressed_kv.max_covered(row, length))
+        if not compressed_kv.async_selector.extend(row, compressed_kv.token_table[row, :covered].long()):
+            return 0
     # No headroom without full KV: after the refresh, more slots are free than before.
     if not compressed_kv.compress(row, length, 0 if is_usable_without_refresh and compressed_kv.can_lack_full_kv(row) else headroom):
         if compressed_kv.is_refused(row):
@@ -81,30 +81,16 @@ def _refresh(compressed_kv: CompressedKVCache, row: int, length: int, headroom: 
     return 0
 
 
-def _send_tokens_for_refresh(compressed_kv: CompressedKVCache, row: int, length: int) -> bool:
-    """Send the tokens that a refresh will cover to the cache rank. Returns whether the rank was sent all of them."""
-    if compressed_kv.row_sender is None or not compressed_kv.can_lack_full_kv(row):
-        return True
-    return compressed_kv.async_selector.extend(
-        row, compressed_kv.token_table[row, : compressed_kv.method(row).covered(compressed_kv.max_covered(row, length))].long()
-    )
-
-
 def max_unrefreshed_tail(kept: int) -> int:
     """Maximum exact tokens after compressed KV of ``kept`` tokens before a refresh, if it is not refreshed in each round."""
     return 1 + int(max(REFRESH_AFTER, REFRESH_SHARE * kept))
 
 
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
-    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select.
+    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select; ``context``: those of the longest context.
 
     It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
     refresh.
-
-    Args:
-        method: The compression method.
-        page_size: Slots that the pool allocates together.
-        context: Tokens of the longest context.
     """
     return 2 * PLAIN_STEPS + page_size + max_unrefreshed_tail(method.num_kept(context))
 
@@ -156,3 +142,45 @@ def refresh_position(compressed: CompressedKV, compressor: Compressor) -> int:
 
 def _refreshes_with_queries(compressed: CompressedKV, compressor: Compressor) -> bool:
     return compressor.follows_queries and (compressor.each_round or compressed.back_slots is None)
+
+
+class SynchronousSelector(LayerObserver):
+    """An observer that selects tokens in each layer of one step.
+
+    ``ends`` are the positions after the step's token, by row, of the requests that select in this step.
+    """
+
+    def __init__(self, compressed_kv: CompressedKVCache, ends: Mapping[int, int]):
+        self._compressed_kv = compressed_kv
+        self._ends = ends
+
+    def on_queries_recorded(self, layer: int) -> None:
+        """Select the tokens that the layer reads."""
+        compressed_kv, layers = self._compressed_kv, slice(layer, layer + 1)
+        for row, end in self._ends.items():
+            compressed, chooser = compressed_kv.get(row), compressed_kv.method(row).compressor
+            found = compressed_kv.queries.get(row, end, chooser.window, layers)
+            if found is None:
+                continue
+            slots = compressed_kv.token_table[row, : compressed.covered].long()
+            context = ContextKV(compressed_kv.buffers.of_layers(layers), slots, *found, compressed_kv.rotary)
+            compressed_kv.write_selection(row, layers, chooser.select(context, [Part(0, compressed.covered, compressed.own_tokens)])[0])
+
+
+def observe_step(compressed_kv: CompressedKVCache, ends: dict[int, int], following: int | None) -> LayerObserver | None:
+    """The observer of a step's layers; None if no selector needs it.
+
+    Without an asynchronous selector, it selects for the requests whose method selects in steps and whose selection interval ends. If
+    attention itself selects, there is no observer, and the selections are counted here. Arguments as
+    :meth:`~.async_selector.AsyncSelector.on_step_end`'s.
+    """
+    if compressed_kv.async_selector is not None:
+        return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
+    waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
+    after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
+    if compressed_kv.layout.selects_in_attention:
+        chosen = (row for row in waiting if compressed_kv.layout.record_step(compressed_kv.draft_row(row), after[row]))
+        compressed_kv.num_compressions.update(compressed_kv.get(row).method for row in chosen)
+        return None
+    due = {row: end for row, end in waiting.items() if not (after[row] - 1) % compressed_kv.method(row).compressor.every}
+    return SynchronousSelector(compressed_kv, due) if due else None

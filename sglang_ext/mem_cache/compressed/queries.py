@@ -35,10 +35,7 @@ def recording_to(recorder: "QueryWindows") -> Iterator[None]:
 
 
 def set_key_write_callback(callback: "Callable[[int, torch.Tensor], None] | None") -> None:
-    """Set the callback for written keys; None for none.
-
-    It gets each layer id of each forward, also during graph capture, and the slots of the written keys, int64 [tokens].
-    """
+    """Set the callback for written keys: it gets each layer id of each forward, also of captures, and the slots of the keys, int64 [tokens]."""
     global _key_write_callback
     _key_write_callback = callback
 
@@ -80,13 +77,9 @@ class LayerObserver(Protocol):
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """Rows of a forward whose queries are recorded.
+    """Rows ``[start, end)`` in a forward's token dimension whose queries are recorded.
 
-    Attributes:
-        row: The request's row in the token table.
-        start: The request's first row in the forward's token dimension.
-        end: One past its last row.
-        position: Absolute position of the first row's token.
+    They are of the request in ``row`` of the token table, and ``position`` is the first one's in the request.
     """
 
     row: int
@@ -102,15 +95,10 @@ class RecordedRows:
 
 @dataclass
 class QueryRing:
-    """Pool indices of one request's queries, in a ring. New queries overwrite those of rejected drafts.
+    """Pool indices of one request's queries: a ring of ``span`` indices from ``first`` on. New queries overwrite those of rejected drafts.
 
-    Positions may have gaps: a CUDA graph of plain decoding records no queries.
-
-    Attributes:
-        first: The ring's first index in the pool.
-        span: Queries that the ring holds, one per index.
-        positions: Positions of the queries, ascending. The last one is the newest.
-        head: Index of the next query, relative to :attr:`first`, without modulo.
+    The queries' ``positions``, ascending, may have gaps: a CUDA graph of plain decoding records no queries. ``head`` is the index of the next
+    query, relative to ``first``, without modulo.
     """
 
     first: int
@@ -182,14 +170,7 @@ class QueryWindows:
         return {layer_id: index for index, layer_id in enumerate(self.layers)}
 
     def allocate(self, rings: int, heads: int, head_dim: int, like: torch.Tensor) -> None:
-        """Allocate memory for the queries of ``rings`` requests. Called before any query is recorded.
-
-        Args:
-            rings: Number of requests whose queries are kept at once.
-            heads: Query heads of this rank.
-            head_dim: Size of a query.
-            like: A tensor with the queries' dtype and device.
-        """
+        """Allocate memory for the queries of ``rings`` requests, with the dtype and device of ``like``. Called before any query is recorded."""
         if self.window and rings:
             # No request owns index 0. Graphs write queries there that are not recorded.
             self.pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
@@ -213,9 +194,7 @@ class QueryWindows:
     def capturing(self, tokens: int, steps: bool = False) -> Iterator[None]:
         """CUDA graphs captured inside this context write queries to the indices of :meth:`set_targets`.
 
-        Args:
-            tokens: Tokens of the largest such graph of all captures.
-            steps: Whether the graphs are draft steps of one token per request.
+        ``tokens`` are those of the largest such graph of all captures. ``steps``: the graphs are draft steps of one token per request.
 
         Raises:
             ValueError: An earlier call passed a smaller number of tokens.
@@ -266,11 +245,6 @@ class QueryWindows:
         if self._has_targets:
             self._targets.index_copy_(0, tokens, places)
 
-    def set_step_targets(self, rows: tuple[RecordedRows, ...]) -> None:
-        """Call :meth:`set_targets` before a step on compressed KV; no-op if graphs of draft steps record no queries."""
-        if self.has_step_queries:
-            self.set_targets(rows)
-
     def warm_up(self) -> None:
         """Run the operations of :meth:`set_targets` once on index 0, which no request owns: the first run is slower than later ones."""
         if self._targets is not None:
@@ -304,10 +278,7 @@ class QueryWindows:
     def insert(self, key: int, end: int, queries: torch.Tensor) -> None:
         """Replace a request's queries with those that another server computed, if a ring is free.
 
-        Args:
-            key: The request's row in the token table.
-            end: Position after the last query's token.
-            queries: [layers, tokens, heads, head_dim], on any device.
+        ``queries``, [layers, tokens, heads, head_dim], on any device, are those of the tokens before position ``end``.
         """
         self.forget(key)
         ring = None if self.pool is None else self._ring(key)
@@ -321,8 +292,7 @@ class QueryWindows:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        ``layers`` selects layers by their index in the pool. The queries are [layers, up to count, heads, head_dim], the positions
-        int64. None if there are no queries.
+        The queries are [layers, up to count, heads, head_dim], the positions int64. None if there are no queries.
         """
         found = self.newest_places(key, end, count)
         if not found[1]:

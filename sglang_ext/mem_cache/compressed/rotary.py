@@ -38,22 +38,12 @@ class Rotary:
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
 
     def unrotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Undo the rotation at ``positions``.
-
-        Args:
-            vectors: float [tokens, ..., dim].
-            positions: int64 [tokens].
-        """
+        """Undo the rotation of ``vectors``, float [tokens, ..., dim], at ``positions``, int64 [tokens]."""
         angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
         return self._rotate_pairs(vectors, angles.cos(), -angles.sin())
 
     def rotate(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply rotary embedding at ``positions``. Negative positions undo it.
-
-        Args:
-            vectors: float [..., tokens, dim].
-            positions: int64 [..., tokens].
-        """
+        """Apply rotary embedding at ``positions``, int64 [..., tokens], to ``vectors``, float [..., tokens, dim]. Negative positions undo it."""
         angles = self._angles(positions)
         return self._rotate_pairs(vectors, angles.cos(), angles.sin())
 
@@ -118,12 +108,8 @@ class Rotary:
 def find_rotary(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
     """The rotary embedding that all attention layers of an SGLang model share.
 
-    It is derived from the table of cosines and sines, and therefore includes any scaling of the frequencies.
-
-    Args:
-        model: The model. The module that holds an attention layer also holds its ``rotary_emb``.
-        is_attention: Whether a module is an attention layer.
-        compressor: Name of the compressor that needs it, as in ``--kv-compressor``.
+    It is derived from the table of cosines and sines, and therefore includes any scaling of the frequencies. The module that holds an
+    attention layer also holds its ``rotary_emb``. Messages name the ``compressor`` that needs it, as in ``--kv-compressor``.
 
     Raises:
         OptionError: A layer has none, layers differ, or its frequencies depend on the position.

@@ -11,12 +11,9 @@ import torch
 
 
 class RowExchange(NamedTuple):
-    """Rows that replace others. Each tensor is int64 [rows], ascending by layer and head.
+    """Rows that replace others: where they are stored, their tokens' positions, and their indices in the wanted positions of their head.
 
-    Attributes:
-        layers, heads, places: Where the rows are stored.
-        positions: Positions of their tokens.
-        wanted: Their indices in the wanted positions of their head.
+    Each tensor is int64 [rows], ascending by layer and head.
     """
 
     layers: torch.Tensor
@@ -28,12 +25,7 @@ class RowExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class NewestRows:
-    """A context's newest tokens, equally many per head, that replace other rows.
-
-    Attributes:
-        places: int64 [layers, kv_heads, count], places that store them.
-        first: Position of the first of them. The others follow it.
-    """
+    """A context's newest tokens, from position ``first`` on, that replace the rows in ``places``, int64 [layers, kv_heads, count]."""
 
     places: torch.Tensor
     first: int
@@ -42,12 +34,8 @@ class NewestRows:
 def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor) -> RowExchange:
     """Plan which rows of compressed KV to replace so that it holds the wanted rows. Rows that it already holds keep their slots.
 
-    If a wanted row is neither held nor available, its place keeps the previous row.
-
-    Args:
-        held: int64 [layers, kv_heads, places], distinct positions.
-        wanted: int64 [layers, kv_heads, places], distinct positions.
-        available: bool, like ``wanted``: whether the row can be copied.
+    ``held`` and ``wanted`` are distinct positions, int64 [layers, kv_heads, places]. If a wanted row is neither held nor ``available``, bool
+    like ``wanted``, its place keeps the previous row.
     """
     missing, unwanted = missing_mask(wanted, held) & available, missing_mask(held, wanted)
     # Replace only as many rows as arrive, in the first places that are free.
@@ -57,11 +45,7 @@ def plan_exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Ten
 
 
 def missing_mask(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
-    """Mask of a head's positions in ``these`` that are not in ``those``: bool, like ``these``.
-
-    Args:
-        these, those: int64 [layers, kv_heads, count], positions.
-    """
+    """Mask of a head's positions in ``these`` that are not in ``those``, int64 [layers, kv_heads, count] each: bool, like ``these``."""
     tokens = 1 + max(int(these.max()), int(those.max()))
     return ~torch.zeros(*these.shape[:-1], tokens, dtype=torch.bool).scatter_(-1, those, True).gather(-1, these)
 
@@ -78,14 +62,8 @@ def top_mask(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor
 def plan_refresh(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
     """Plan a refresh from ``before`` to ``covered`` tokens from the record alone.
 
-    The newest ``recent`` tokens, which every selection contains, replace the previous newest ones and fill added slots.
-
-    Args:
-        held: int32 [layers, kv_heads, count], positions below ``before``, distinct.
-        before: Tokens covered before.
-        covered: Tokens covered afterwards.
-        keep: Places afterwards, no fewer than before.
-        recent: Newest tokens that each selection contains.
+    The newest ``recent`` tokens, which every selection contains, replace the previous newest ones and fill added slots. ``held``, int32
+    [layers, kv_heads, count], are distinct positions below ``before``; ``keep`` is no smaller than ``count``.
 
     Returns:
         ``held`` afterwards, [layers, kv_heads, keep], and the rows to copy.

@@ -16,10 +16,9 @@ from sglang_ext.mem_cache.scores import Predictor
 
 
 class SlotScores:
-    """Scores of all slots, computed by one predictor.
+    """Scores of all slots, computed by one predictor for the KV heads of this rank.
 
     Attributes:
-        predictor: The predictor, for the KV heads of this rank.
         layer_ids: Indices of the model's attention layers, in the order of :attr:`table`.
         table: float16 [layers, kv_heads, slots]; NaN where the score is unknown. Empty before :meth:`allocate`.
     """
@@ -45,12 +44,9 @@ class SlotScores:
         return self.table.numel() * self.table.element_size() + self.predictor.held_bytes
 
     def write(self, index: int, slots: torch.Tensor, states: torch.Tensor) -> None:
-        """Score the tokens of a forward in one layer.
+        """Score the tokens of a forward with KV in ``slots``, int64 [tokens], in the layer with this index in :attr:`table`.
 
-        Args:
-            index: Index of the layer in :attr:`table`.
-            slots: int64 [tokens], slots of their KV.
-            states: [tokens, hidden_size], input of the attention module.
+        ``states``, [tokens, hidden_size], are the input of the attention module.
         """
         found = self.predictor(self.layer_ids[index], states)
         self.table[index].index_copy_(1, slots, found.t().to(self.table.dtype))
@@ -83,11 +79,7 @@ class SlotScores:
 
 
 def attention_owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
-    """The modules that hold SGLang's attention layers and get the hidden states, in the order of ``layer_ids``.
-
-    Raises:
-        OptionError: The module of a layer has other parameters.
-    """
+    """The modules that hold SGLang's attention layers, in the order of ``layer_ids``, checked as :meth:`SlotScores.watch` says."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found = {

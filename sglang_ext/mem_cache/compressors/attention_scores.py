@@ -14,16 +14,11 @@ from sglang_ext.mem_cache.compressors.registry import register
 
 @dataclass(frozen=True)
 class WindowAttention(Compressor):
-    """Scores tokens by the mean attention of the newest queries, the window: on a GPU by one kernel over all layers.
-
-    Attributes:
-        window: Number of newest queries that are used.
-    """
+    """Scores tokens by the mean attention of the newest queries, the window: on a GPU by one kernel over all layers."""
 
     window: int = 32
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """As :meth:`Compressor.scores_all`."""
         attention = _window_attention_all(context)
         return super().scores_all(context) if attention is None else self.scores_of(attention, context.queries.shape[1])
 
@@ -52,7 +47,6 @@ class SnapKV(WindowAttention):
     comparable: ClassVar[bool] = True
 
     def always(self, context: ContextKV) -> Always:
-        """The window."""
         return Always(newest=context.queries.shape[1])
 
     def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
@@ -75,10 +69,7 @@ class VerifyGuided(WindowAttention):
     The idea is that of SparseSpec's PillarAttn (Zhao et al. 2025, arXiv 2512.01278) and of Vegas (Yue et al. 2026, arXiv 2602.07223).
     A verification reads full KV anyway, and new tokens attend to many of the tokens that the previous ones attended to. The mean is over
     the window and the query heads of a KV head. Scores are not pooled over neighbours as SnapKV's are: the needs of the next few tokens
-    are known better than those of a whole output. The newest tokens are always kept.
-
-    Attributes:
-        recent: Newest tokens kept.
+    are known better than those of a whole output. The newest tokens, ``recent``, are always kept.
     """
 
     recent: int = 32
@@ -86,7 +77,6 @@ class VerifyGuided(WindowAttention):
     points: ClassVar[bool] = True
 
     def always(self, context: ContextKV) -> Always:
-        """The newest tokens."""
         return Always(newest=self.recent)
 
     def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
@@ -119,7 +109,6 @@ class ExpectedAttention(Compressor):
     needs_rotary: ClassVar[bool] = True
 
     def always(self, context: ContextKV) -> Always:
-        """The first tokens."""
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
@@ -165,16 +154,11 @@ class ExpectedAttention(Compressor):
 @register("sink-recent")
 @dataclass(frozen=True)
 class SinkRecent(Compressor):
-    """Keep the first tokens, which absorb attention, and the newest ones (StreamingLLM, Xiao et al. 2024, arXiv 2309.17453).
-
-    Attributes:
-        sinks: Tokens kept from the start of the context.
-    """
+    """Keep the first tokens, which absorb attention, and the newest ones (StreamingLLM, Xiao et al. 2024, arXiv 2309.17453)."""
 
     sinks: int = 4
 
     def always(self, context: ContextKV) -> Always:
-        """The first tokens."""
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:

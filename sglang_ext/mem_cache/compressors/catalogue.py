@@ -1,4 +1,4 @@
-"""The catalogue of compression methods that ``--kv-compressor`` may name: classes with an entry in registry.py, and users' own classes."""
+"""The catalogue of compression methods that ``--kv-compressor`` may name: built-in ones, and users' own classes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -7,15 +7,16 @@ from functools import cache
 from itertools import product
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll, RequiredFolder
+from sglang_ext.mem_cache.compressors import attention_scores, integer_quantizers, kvzip, level_quantizers, step_selectors
+from sglang_ext.mem_cache.compressors.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, DROPPING, PACKING, QUANTIZERS, USER_METHODS, DroppingMethod, is_own, name_of
+from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, QUANTIZERS, USER_METHODS, is_own, name_of
 
 DEFAULT = "snapkv"
 # Names that flags are checked for.
 KVZAP, KVZIP, QUEST, SPADE = "kvzap", "kvzip", "quest", "spade"
-# Tokens of a page of quest.
-QUEST_PAGE = 16
+# Modules whose classes register themselves.
+BUILTIN_MODULES = attention_scores, integer_quantizers, kvzip, level_quantizers, step_selectors
 # NAME or NAME:MORE. NAME contains colons if it has users' own classes: FILE.py:CLASS or PACKAGE.MODULE:CLASS.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.\w+:[^\W\d]\w*)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 # Names with bits, as benchmarks write them: hack:2, hack4.
@@ -37,12 +38,12 @@ class MethodSpec:
 
 def dropping() -> tuple[str, ...]:
     """Names of all methods that drop tokens: the default, then those that need no files, then the others."""
-    return tuple(sorted(DROPPING, key=lambda name: (name != DEFAULT, not is_online(name), DROPPING[name].points, name)))
+    return tuple(sorted(COMPRESSORS, key=lambda name: (name != DEFAULT, not is_online(name), COMPRESSORS[name].points, name)))
 
 
 def packing() -> tuple[str, ...]:
     """Names of all methods that quantize tokens, sorted."""
-    return tuple(sorted(PACKING))
+    return tuple(sorted(QUANTIZERS))
 
 
 def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ def builtin_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_online(name: str) -> bool:
     """Whether a method that drops tokens scores KV and queries during serving, and stores the kept KV."""
-    return DROPPING[name].reads is None and not DROPPING[name].points
+    return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
 
 
 def online() -> tuple[str, ...]:
@@ -62,22 +63,22 @@ def online() -> tuple[str, ...]:
 
 def packable() -> tuple[str, ...]:
     """Names of methods that drop tokens and can be combined with a quantizer, because they store KV."""
-    return tuple(name for name in dropping() if not DROPPING[name].points)
+    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
 
 
 def comparable() -> tuple[str, ...]:
     """Names of methods whose heads can share a budget: scores compare over heads and layers, and compressed KV is stored."""
-    return tuple(name for name in packable() if DROPPING[name].comparable)
+    return tuple(name for name in packable() if COMPRESSORS[name].comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
     """Names of methods whose acceptance rate is higher if heads keep different numbers of tokens."""
-    return tuple(name for name in dropping() if DROPPING[name].better_uneven)
+    return tuple(name for name in dropping() if COMPRESSORS[name].better_uneven)
 
 
 def on_gpu() -> tuple[str, ...]:
     """Names of quantizers that have kernels."""
-    return tuple(name for name in packing() if PACKING[name].has_kernels)
+    return tuple(name for name in packing() if QUANTIZERS[name].quantizer.has_kernels)
 
 
 def names() -> Iterator[str]:
@@ -87,12 +88,12 @@ def names() -> Iterator[str]:
 
 def number(name: str) -> int:
     """Number that identifies a method among the processes of one server, from 1; 0 for no method."""
-    return _numbers(len(DROPPING) + len(PACKING)).get(name, 0)
+    return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
 
 
 def method_name(number: int) -> str:
     """Name of the method with this number."""
-    return list(_numbers(len(DROPPING) + len(PACKING)))[number - 1]
+    return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
 
 
 @cache
@@ -116,7 +117,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
             f"few bits ({', '.join(builtin_names(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in "
             f"./my_method.py:KeyNorm or package.module:KeyNorm. Pass {_suggest_bits_flag(value, flag) or 'one of these'}."
         )
-    if packs is not None and drops is not None and DROPPING[drops].points:
+    if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} points to full KV and stores none that could be packed: pass {drops} alone, "
             f"or one of {', '.join(builtin_names(packable()))} before +{packs}"
@@ -145,11 +146,6 @@ def split(text: str) -> tuple[str, str | None]:
     return WITH_MORE.fullmatch(text).group("name", "more")
 
 
-def required_folder(name: str) -> RequiredFolder | None:
-    """The folder that a method that drops tokens reads; None if it reads none."""
-    return DROPPING[name].reads
-
-
 def points(value: str) -> bool:
     """Whether the method named ``value`` points to full KV; False if there is no such method."""
     dropping = _dropping_of(value)
@@ -164,15 +160,15 @@ def needs_verifications(value: str) -> bool:
 
 def per_step_methods() -> tuple[str, ...]:
     """Names of methods that select tokens per step. The selection flags apply to them."""
-    return tuple(name for name in dropping() if DROPPING[name].every)
+    return tuple(name for name in dropping() if COMPRESSORS[name].every)
 
 
-def _dropping_of(value: str) -> DroppingMethod | None:
+def _dropping_of(value: str) -> type[Compressor] | None:
     try:
         drops, _ = parse(value)
     except OptionError:
         return None
-    return None if drops is None else DROPPING[drops]
+    return None if drops is None else COMPRESSORS[drops]
 
 
 def code_bits(packs: str, bits: int | None) -> int:
@@ -181,7 +177,7 @@ def code_bits(packs: str, bits: int | None) -> int:
     Raises:
         OptionError: The number is not allowed. The message has the value and the allowed ones.
     """
-    allowed = allowed_bits(packs)
+    allowed = QUANTIZERS[packs].bits
     if bits is not None and bits not in allowed:
         raise OptionError(
             f"--kv-bits is {bits}; --kv-compressor {packs} has codes of {' or '.join(map(str, allowed))} bits. Pass one of "
@@ -190,18 +186,13 @@ def code_bits(packs: str, bits: int | None) -> int:
     return allowed[0] if bits is None else bits
 
 
-def allowed_bits(packs: str) -> tuple[int, ...]:
-    """Allowed bits of a quantizer's codes, the default first."""
-    return PACKING[packs].bits
-
-
 def partition_size(packs: str, partition: int | None) -> int | None:
     """Numbers that share a scale in a quantizer's blocks, None if they are fixed. ``partition`` is the requested size, None for the default.
 
     Raises:
         OptionError: The size is not allowed. The message has the value and the allowed ones.
     """
-    allowed = allowed_partitions(packs)
+    allowed = QUANTIZERS[packs].partitions
     if partition is not None and partition not in allowed:
         sizes = f"has partitions of {' or '.join(map(str, allowed))} numbers. Pass one of these"
         choice = sizes if allowed else f"has none to choose. Pass --kv-compressor {partitioned()[0]}"
@@ -209,37 +200,24 @@ def partition_size(packs: str, partition: int | None) -> int | None:
     return partition or next(iter(allowed), None)
 
 
-def allowed_partitions(packs: str) -> tuple[int, ...]:
-    """Allowed sizes of a quantizer's partitions, the default first; empty if they are fixed."""
-    return PACKING[packs].partitions
-
-
 def partitioned() -> tuple[str, ...]:
     """Names of quantizers whose partition size can be chosen."""
-    return tuple(name for name in packing() if PACKING[name].partitions)
+    return tuple(name for name in packing() if QUANTIZERS[name].partitions)
 
 
 def create(name: str) -> Compressor:
-    """Create the compressor of this name with its defaults.
-
-    Raises:
-        ValueError: No compressor has this name.
-    """
-    if name not in DROPPING:
+    """Create the compressor of this name with its defaults. Raises ValueError for an unknown name."""
+    if name not in COMPRESSORS:
         raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
     return COMPRESSORS[name]()
 
 
 def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
-    """Create the quantizer of this name, with codes of ``bits`` bits. ``partition`` is the partition size, None for the default.
-
-    Raises:
-        ValueError: No quantizer has this name.
-    """
-    if name not in PACKING:
+    """Create the quantizer of this name, with codes of ``bits`` bits and this partition size. Raises ValueError for an unknown name."""
+    if name not in QUANTIZERS:
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
     sizes = {} if partition is None else {"partition": partition}
-    return QUANTIZERS[name](bits=bits, **sizes)
+    return QUANTIZERS[name].quantizer(bits=bits, **sizes)
 
 
 def method(value: str, bits: int | None = None, partition: int | None = None) -> MethodSpec:

@@ -127,11 +127,9 @@ class Part(NamedTuple):
 
 
 class RaggedSelection(NamedTuple):
-    """The tokens that all heads keep of a context. Index ``i`` of a head is ``layer * kv_heads + head``.
+    """The tokens that all heads keep of a context: positions, int64 [cells], ascending within a head.
 
-    Attributes:
-        tokens: int64 [cells], positions in the context, ascending within a head.
-        bounds: int32 [layers * kv_heads + 1]. Head ``i`` has cells ``[bounds[i], bounds[i + 1])``.
+    ``bounds`` is int32 [layers * kv_heads + 1]. Head ``i = layer * kv_heads + head`` has cells ``[bounds[i], bounds[i + 1])``.
     """
 
     tokens: torch.Tensor
@@ -270,7 +268,6 @@ class KeepAll(Compressor):
     keeps_all: bool = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """0 for all tokens."""
         tokens, heads = layer.keys.shape[:2]
         return layer.keys.new_zeros(heads, tokens, dtype=torch.float32)
 

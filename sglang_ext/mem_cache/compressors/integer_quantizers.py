@@ -18,7 +18,6 @@ class PlainInt(Quantizer):
     """Asymmetric integers per token and head, for keys and values alike."""
 
     def key_grid(self, dim: int) -> Grid:
-        """One token, all channels."""
         return Grid(1, dim)
 
     value_grid = key_grid
@@ -36,11 +35,9 @@ class Kivi(Quantizer):
     group: int = 32
 
     def key_grid(self, dim: int) -> Grid:
-        """A group of tokens, one channel."""
         return Grid(self.group, 1)
 
     def value_grid(self, dim: int) -> Grid:
-        """One token, a group of channels."""
         return Grid(1, gcd(self.group, dim))
 
 
@@ -102,11 +99,9 @@ class Hack(Quantizer):
         object.__setattr__(self, "block", max(self.block, self.partition))
 
     def key_grid(self, dim: int) -> Grid:
-        """One token, a partition of channels."""
         return Grid(1, self.partition)
 
     def value_grid(self, dim: int) -> Grid:
-        """A partition of tokens, one channel."""
         return Grid(self.partition, 1)
 
     def quantize(self, numbers: torch.Tensor, grid: Grid, noise: torch.Tensor | None = None) -> Quantized:

@@ -25,7 +25,7 @@ from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
-from sglang_ext.mem_cache.compressors.registry import PREDICTOR_FOLDER, SCORES_FOLDER, register
+from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.scores import write_whole
 
 if TYPE_CHECKING:
@@ -56,11 +56,8 @@ class ScoreFileError(ValueError):
 class ScoredDocument:
     """Identity of scores: the tokens of a document, up to its last whole page, and how they were scored.
 
-    Attributes:
-        model: The model's key (scores.py).
-        method: Name of the compressor.
-        settings: Its settings, as JSON with sorted keys.
-        chain: Concatenated hashes of the pages of its tokens.
+    ``model`` is the model's key (scores.py), ``settings`` those of the compressor ``method``, as JSON with sorted keys. ``chain`` are the
+    concatenated hashes of the document's pages.
     """
 
     model: str
@@ -70,7 +67,6 @@ class ScoredDocument:
 
     @classmethod
     def from_tokens(cls, tokens: list[int], model: str, method: str, settings: dict[str, object]) -> "ScoredDocument":
-        """Create the identity for the document of ``tokens``."""
         return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(page_hashes(tokens)))
 
     @property
@@ -121,11 +117,7 @@ class ScoreFile:
 
     @classmethod
     def read(cls, path: Path) -> "ScoreFile":
-        """Read header and hashes, without the scores.
-
-        Raises:
-            ScoreFileError: It is not a file of scores, or of another version.
-        """
+        """Read header and hashes, without the scores. Raises ScoreFileError for another file or version."""
         try:
             with safe_open(path, "pt") as opened:
                 metadata = opened.metadata() or {}
@@ -143,10 +135,9 @@ class ScoreFile:
         return file
 
     def scores(self) -> torch.Tensor:
-        """The scores, float16 [layers, kv_heads, tokens], mapped from the file. The whole file is read once for the checksum.
+        """The scores, float16 [layers, kv_heads, tokens], mapped from the file, which is read once for the checksum.
 
-        Raises:
-            ScoreFileError: The file is missing or has changed.
+        Raises ScoreFileError if the file is missing or has changed.
         """
         try:
             with safe_open(self.path, "pt") as opened:
@@ -203,8 +194,8 @@ class ScoreIndex:
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Scores, float16 [layers, kv_heads, common tokens], of the document with the longest common prefix with ``tokens``.
 
-        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A file is mapped and its checksum
-        compared on first use, and again after it was modified, because the mapping of a truncated file must not be read.
+        None if it is shorter than :data:`MIN_MATCH`, or if the file has changed, which is logged once. A modified file is mapped and checked
+        again, because the mapping of a truncated file must not be read.
         """
         found, common = None, 0
         for digest in page_hashes(tokens):
@@ -233,9 +224,25 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+class KVzipScores(Compressor):
+    """KVzip's scores, exact or predicted. An ``online`` method scores contexts without them; None if all have them."""
+
+    online: Compressor | None
+    comparable: ClassVar[bool] = True
+    better_uneven: ClassVar[bool] = True
+
+    @property
+    def window(self) -> int:
+        return 0 if self.online is None else self.online.window
+
+    @property
+    def needs_rotary(self) -> bool:
+        return self.online is not None and self.online.needs_rotary
+
+
 @register("kvzip")
 @dataclass(frozen=True)
-class KVzip(Compressor):
+class KVzip(KVzipScores):
     """Scores of documents come from files (``python -m sglang_ext.precompress``), all others from an online method.
 
     Attributes:
@@ -247,19 +254,7 @@ class KVzip(Compressor):
     online: Compressor = SnapKV()
     index: ScoreIndex | None = None
     heads: slice = field(default_factory=lambda: slice(None))
-    comparable: ClassVar[bool] = True
-    better_uneven: ClassVar[bool] = True
-    reads: ClassVar[RequiredFolder] = SCORES_FOLDER
-
-    @property
-    def window(self) -> int:
-        """Number of queries that the online method needs."""
-        return self.online.window
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether the online method needs it."""
-        return self.online.needs_rotary
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
 
     def for_context(self, context: ContextKV) -> Compressor:
         """Return the stored scores if the context begins with a document, otherwise the online method."""
@@ -267,24 +262,19 @@ class KVzip(Compressor):
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
     def always(self, context: ContextKV) -> Always:
-        """As the online method."""
         return self.online.always(context)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """As the online method."""
         return self.online.scores(layer)
 
 
 @dataclass(frozen=True)
 class StoredScores(Compressor):
-    """A context that begins with a document: each of two methods ranks its own tokens.
+    """A context that begins with a document, whose ``stored`` scores are float16 [layers, kv_heads, tokens], on the host.
 
-    Scores of the two methods do not compare, so each gets a share of the budget. It first gets its always-kept tokens (infinite scores:
-    first tokens, the observation window). The rest is shared in proportion to the remaining tokens.
-
-    Attributes:
-        stored: float16 [layers, kv_heads, tokens of the document], on the host.
-        online: Scores the tokens after the document.
+    ``online`` scores the tokens after it. Scores of the two methods do not compare, so each ranks its own tokens and gets a share of the
+    budget. It first gets its always-kept tokens (infinite scores: first tokens, the observation window). The rest is shared in proportion to
+    the remaining tokens.
     """
 
     stored: torch.Tensor
@@ -293,11 +283,9 @@ class StoredScores(Compressor):
     comparable: ClassVar[bool] = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Stored scores of the document, then the online method's: float32 [kv_heads, tokens]."""
         return self._joined(self.stored[layer.layer_id], self.online.scores(layer))
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """Stored scores of the document, then the online method's: float32 [layers, kv_heads, tokens]."""
         if self.stored.shape[-1] == len(context.slots):
             return sent(self.stored, context.slots.device).float()
         return self._joined(self.stored, self.online.scores_all(context))
@@ -322,7 +310,7 @@ class StoredScores(Compressor):
 
 @register("kvzap")
 @dataclass(frozen=True)
-class KVzap(Compressor):
+class KVzap(KVzipScores):
     """KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): a small network predicts which tokens KVzip would keep.
 
     Scores are predicted when the KV is computed (``python -m sglang_ext.fit kvzap``), and stored by slot.
@@ -338,23 +326,10 @@ class KVzap(Compressor):
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32
-    comparable: ClassVar[bool] = True
-    better_uneven: ClassVar[bool] = True
-    reads: ClassVar[RequiredFolder] = PREDICTOR_FOLDER
-
-    @property
-    def window(self) -> int:
-        """Number of queries that the online method needs."""
-        return 0 if self.online is None else self.online.window
-
-    @property
-    def needs_rotary(self) -> bool:
-        """Whether the online method needs it."""
-        return self.online is not None and self.online.needs_rotary
+    reads: ClassVar[RequiredFolder] = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the scores and the predictor."""
         return 0 if self.slots is None else self.slots.held_bytes
 
     def for_context(self, context: ContextKV) -> Compressor:
@@ -368,11 +343,7 @@ class KVzap(Compressor):
         return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Scores of the online method, because a layer's KV alone does not identify its slots.
-
-        Raises:
-            ValueError: There is no online method.
-        """
+        """Scores of the online method, because a layer's KV alone does not identify its slots. Raises ValueError without one."""
         if self.online is None:
             raise ValueError("kvzap scores contexts by their slots: call scores_all, or give it an online method")
         return self.online.scores(layer)

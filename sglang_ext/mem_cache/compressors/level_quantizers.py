@@ -29,7 +29,6 @@ class TurboQuant(Quantizer):
     finding: ClassVar[Finding | None] = "levels"
 
     def key_grid(self, dim: int) -> Grid:
-        """One token, all channels."""
         return Grid(1, dim)
 
     value_grid = key_grid
@@ -91,7 +90,6 @@ class Lynx(Quantizer):
     finding: ClassVar[Finding | None] = "centred"
 
     def key_grid(self, dim: int) -> Grid:
-        """A chunk of tokens, one channel."""
         return Grid(self.chunk, 1)
 
     value_grid = key_grid
@@ -158,11 +156,9 @@ class KVQuant(Quantizer):
     before_rotary: ClassVar[bool] = True
 
     def key_grid(self, dim: int) -> Grid:
-        """All tokens of a block, one channel."""
         return Grid(self.block, 1)
 
     def value_grid(self, dim: int) -> Grid:
-        """One token, half of the channels."""
         return Grid(1, dim // 2)
 
     def levels(self, dim: int) -> torch.Tensor:
@@ -170,7 +166,6 @@ class KVQuant(Quantizer):
         return levels_of(2**self.bits)
 
     def outliers(self, dim: int) -> int:
-        """1/64 of a block's numbers."""
         return self.block * dim // 64
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:

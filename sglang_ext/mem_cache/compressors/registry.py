@@ -1,97 +1,41 @@
 """Methods by the names that ``--kv-compressor`` takes: built-in ones, and users' own classes. The catalogue reads it.
 
-The module of a built-in method is imported when its class is first used. :data:`DROPPING` and :data:`PACKING` have the properties that flags and
-their help need without importing the class. Registering a class checks them.
-
 ``--kv-compressor ./my_method.py:KeyNorm`` names a class in a file, ``--kv-compressor package.module:KeyNorm`` one in a module. Each process
 of a server loads it once. It is a subclass of :class:`Compressor`, which drops tokens, or of :class:`Quantizer`, which packs them in few bits
 (docs/guides/adding-a-compressor.md).
 """
 
-import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors.compressor import Compressor, RequiredFolder
+from sglang_ext.mem_cache.compressors.compressor import Compressor
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.named_classes import IN_FILE, NAMED, file_module, import_file, import_named
 
-FOLDER = "sglang_ext.mem_cache.compressors"
 # Letters of a method's name.
 NAME = re.compile(r"[\w-]+")
 GUIDE = "docs/guides/adding-a-compressor.md"
 # Allowed bits of a user's quantizer that does not register itself with others, the default first.
 BITS = (4, 2)
-PREDICTOR_FOLDER = RequiredFolder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
-SCORES_FOLDER = RequiredFolder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
-
-
-class DroppingMethod(NamedTuple):
-    """Properties of a method that drops tokens: its module, in this folder if it is built in, and class; and those of :class:`Compressor`."""
-
-    target: str
-    reads: RequiredFolder | None = None
-    points: bool = False
-    every: int = 0
-    each_round: bool = False
-    comparable: bool = False
-    better_uneven: bool = False
 
 
 class PackingMethod(NamedTuple):
-    """Properties of a quantizer, as :func:`register_quantizer`'s arguments; no partitions if they are fixed."""
+    """A quantizer with the arguments of :func:`register_quantizer`, the default first; no partitions if they are fixed."""
 
-    target: str
-    bits: tuple[int, ...] = BITS
-    partitions: tuple[int, ...] = ()
-    has_kernels: bool = True
-
-
-DROPPING = {
-    "expected-attention": DroppingMethod("attention_scores.ExpectedAttention"),
-    "kvzap": DroppingMethod("kvzip.KVzap", PREDICTOR_FOLDER, comparable=True, better_uneven=True),
-    "kvzip": DroppingMethod("kvzip.KVzip", SCORES_FOLDER, comparable=True, better_uneven=True),
-    "quest": DroppingMethod("step_selectors.Quest", points=True, every=1, each_round=True),
-    "sink-recent": DroppingMethod("attention_scores.SinkRecent"),
-    "snapkv": DroppingMethod("attention_scores.SnapKV", comparable=True),
-    "spade": DroppingMethod("step_selectors.Spade", points=True, every=1, each_round=True),
-    "verify-guided": DroppingMethod("attention_scores.VerifyGuided", points=True, each_round=True),
-}
-PACKING = {
-    "hack": PackingMethod("integer_quantizers.Hack", partitions=(64, 32, 128)),
-    "int4": PackingMethod("integer_quantizers.PlainInt", bits=(4,)),
-    "int8": PackingMethod("integer_quantizers.PlainInt", bits=(8,)),
-    "kivi": PackingMethod("integer_quantizers.Kivi"),
-    "kvquant": PackingMethod("level_quantizers.KVQuant", has_kernels=False),
-    "lynx": PackingMethod("level_quantizers.Lynx"),
-    "rotatekv": PackingMethod("integer_quantizers.RotateKV"),
-    "turboquant": PackingMethod("level_quantizers.TurboQuant"),
-}
-BUILTIN = {name: each.target for name, each in DROPPING.items()} | {name: each.target for name, each in PACKING.items()}
+    quantizer: type[Quantizer]
+    bits: tuple[int, ...]
+    partitions: tuple[int, ...]
 
 
-class Classes(dict[str, type]):
-    """Classes of methods by name. A built-in one is imported when it is first looked up in ``methods``, the table of its properties."""
-
-    def __init__(self, methods: Mapping[str, DroppingMethod | PackingMethod]):
-        super().__init__()
-        self._methods = methods
-
-    def __missing__(self, name: str) -> type:
-        # Importing the module registers the class, unless it was imported before.
-        found = self[name] = pkgutil.resolve_name(f"{FOLDER}.{self._methods[name].target}")
-        return found
-
-
-COMPRESSORS: dict[str, type[Compressor]] = Classes(DROPPING)
-QUANTIZERS: dict[str, type[Quantizer]] = Classes(PACKING)
-TABLES: tuple[dict, ...] = COMPRESSORS, QUANTIZERS, DROPPING, PACKING
+# Methods that drop tokens, and methods that pack them, by name.
+COMPRESSORS: dict[str, type[Compressor]] = {}
+QUANTIZERS: dict[str, PackingMethod] = {}
 USER_METHODS: set[str] = set()
 """Names in the tables above that belong to users' own methods."""
 
@@ -104,10 +48,8 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     """
 
     def decorate(cls: type[Compressor]) -> type[Compressor]:
-        _check_name(name, cls)
+        _check_name(name)
         COMPRESSORS[name], cls.name = cls, name
-        found = DroppingMethod(_target(cls), *(getattr(cls, each) for each in DroppingMethod._fields[1:]))
-        assert DROPPING.setdefault(name, found) == found, f"{found} differs from its entry in DROPPING"
         return cls
 
     return decorate
@@ -119,7 +61,6 @@ def register_quantizer(
     """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``.
 
     Args:
-        name: The name in flags.
         bits: Allowed bits of a code, the default first.
         partitions: Values that ``--kv-partition`` may set its field ``partition`` to, the default first.
 
@@ -128,30 +69,22 @@ def register_quantizer(
     """
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
-        _check_name(name, cls)
-        QUANTIZERS[name] = cls
-        found = PackingMethod(_target(cls), bits, partitions, cls.has_kernels)
-        assert PACKING.setdefault(name, found) == found, f"{found} differs from its entry in PACKING"
+        _check_name(name)
+        QUANTIZERS[name] = PackingMethod(cls, bits, partitions)
         return cls
 
     return decorate
 
 
-def _target(method: type[Compressor] | type[Quantizer]) -> str:
-    return f"{method.__module__}.{method.__name__}".removeprefix(f"{FOLDER}.")
-
-
-def _check_name(name: str, method: type[Compressor] | type[Quantizer]) -> None:
+def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a method: use letters, digits, - and _")
-    if name in COMPRESSORS or name in QUANTIZERS or BUILTIN.get(name, _target(method)) != _target(method):
+    if name in COMPRESSORS or name in QUANTIZERS:
         raise ValueError(f"there is a method {name!r} already: give this one another name")
 
 
 def name_of(value: str, flag: str) -> str:
     """Load the user's method that ``value`` names, and return its registered name; ``value`` itself if it names none.
-
-    The name is that of its class, or the one that the class registers itself with.
 
     Raises:
         OptionError: The file, module or class does not exist, the file or module raises, or its class is not a method. The message has
@@ -176,24 +109,25 @@ def _registered(source: str, name: str, setting: str) -> str:
     # A failure is not cached, and leaves nothing registered. The file is run again at the next call.
     module_name = file_module(source) if source.endswith(".py") else source
     is_new = module_name not in sys.modules
-    before = [dict(table) for table in TABLES]
+    compressors, quantizers = dict(COMPRESSORS), dict(QUANTIZERS)
     try:
         module = import_file(source, setting) if source.endswith(".py") else import_named(source, setting)
         found = _register(_class(module, name, setting), name, setting)
     except OptionError:
         if is_new:
-            for table, those in zip(TABLES, before):
+            for table, before in ((COMPRESSORS, compressors), (QUANTIZERS, quantizers)):
                 table.clear()
-                table.update(those)
+                table.update(before)
             sys.modules.pop(module_name, None)
         raise
-    USER_METHODS.update({*DROPPING, *PACKING} - {*before[2], *before[3]})
+    USER_METHODS.update({*COMPRESSORS, *QUANTIZERS} - {*compressors, *quantizers})
     return found
 
 
 def _register(method: type[Compressor] | type[Quantizer], name: str, setting: str) -> str:
     """Register the class under its own name, unless it registered itself. Returns the name."""
-    found = next((known for known, cls in (*COMPRESSORS.items(), *QUANTIZERS.items()) if cls is method), None)
+    named = [*COMPRESSORS.items(), *((known, each.quantizer) for known, each in QUANTIZERS.items())]
+    found = next((known for known, cls in named if cls is method), None)
     if found is None:
         found = name
         decorate = register(name) if issubclass(method, Compressor) else register_quantizer(name, BITS)

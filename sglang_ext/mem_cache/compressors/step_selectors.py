@@ -1,5 +1,6 @@
 """Methods that select tokens of full KV for each step, by layer and KV head: Quest and AsyncSpade."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,25 +8,16 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressors.catalogue import QUEST_PAGE
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, QueryPredictor
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, Scoring, ScoringInputs, group_attention, mark_always
+from sglang_ext.mem_cache.selection.scoring import group_attention, mark_always, page_scores
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSelector(Compressor):
-    """Scores each key of full KV for one step, by default with :attr:`scoring`. The first and newest tokens are always kept.
+    """Scores each key of full KV for one step. The first ``sinks`` and the newest ``recent`` tokens are always kept."""
 
-    Attributes:
-        scoring: Scores how much each KV head needs each token, by the newest query.
-        every, each_round, most: As in :class:`Compressor`.
-        sinks: First tokens kept.
-        recent: Newest tokens kept.
-    """
-
-    scoring: ClassVar[Scoring]
     window: ClassVar[int] = 1
     points: ClassVar[bool] = True
     every: int = 1
@@ -36,11 +28,9 @@ class StepSelector(Compressor):
 
     @property
     def always_kept(self) -> int:
-        """:attr:`Compressor.always_kept`: the first and the newest tokens."""
         return self.sinks + self.recent
 
     def always(self, context: ContextKV) -> Always:
-        """The first and the newest tokens."""
         return Always(self.sinks, self.recent)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
@@ -55,10 +45,9 @@ class StepSelector(Compressor):
             found = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device).expand(kv_heads, -1)
         return mark_always(found, self.sinks, self.recent)
 
+    @abstractmethod
     def query_scores(self, layer: LayerKV) -> torch.Tensor:
         """Scores by the queries, at least one: float32 [kv_heads, tokens]."""
-        queries, keys = layer.queries.transpose(0, 1)[None, None], layer.keys.transpose(0, 1)[None, None]
-        return self.scoring.scores(ScoringInputs(queries, layer.query_positions[None], keys, layer.scaling))[0, 0]
 
 
 @register("quest")
@@ -68,27 +57,26 @@ class Quest(StepSelector):
 
     Quest (Tang et al. 2024, arXiv 2406.10774). All tokens of a page have the same score: the mean bound over the query heads of a KV head. In
     each layer the step's own query selects, and attention waits for it. In the paper the first two layers read all tokens; here they
-    select, too. On a GPU the first and newest tokens are kept as whole pages, one and two.
-
-    Attributes:
-        in_attention: Whether attention itself selects, by extremes stored beside the pool, as on a GPU (compressed/layouts/pointers.py). No
-            queries are recorded then.
+    select, too. On a GPU attention itself selects (``in_attention``), by extremes stored beside the pool. No queries are recorded then, and
+    the first and newest tokens are kept as whole pages, one and two. A page has :attr:`page` tokens.
     """
 
-    scoring: ClassVar[QuestScoring] = QuestScoring(QUEST_PAGE)
+    page: ClassVar[int] = 16
     synchronous: ClassVar[bool] = True
     in_attention: bool = False
 
     @property
     def always_kept(self) -> int:
-        """:attr:`Compressor.always_kept`, in whole pages if attention selects."""
-        page = self.scoring.page
-        return sum(-(-each // page) * page for each in (self.sinks, self.recent)) if self.in_attention else super().always_kept
+        sizes = self.sinks, self.recent
+        return sum(-(-size // self.page) * self.page for size in sizes) if self.in_attention else super().always_kept
 
     @property
     def window(self) -> int:
-        """Number of queries that are recorded."""
         return 0 if self.in_attention else 1
+
+    def query_scores(self, layer: LayerKV) -> torch.Tensor:
+        """Bounds of the newest query's products with the keys of each page."""
+        return page_scores(layer.queries[-1][None, None], layer.keys.transpose(0, 1)[None, None], self.page)[0, 0]
 
 
 @register("spade")
@@ -99,9 +87,6 @@ class Spade(StepSelector):
     A selection uses what exists before the step begins, including queries of draft tokens, so that no step waits for its own query. If
     drafts are verified, queries of full KV replace those of drafts. On a GPU the selection runs asynchronously to earlier steps
     (compressed/async_selector.py).
-
-    Attributes:
-        predictor: Predicts the next query.
     """
 
     predictor: QueryPredictor = CurrentQuery()
@@ -109,7 +94,6 @@ class Spade(StepSelector):
 
     @property
     def window(self) -> int:
-        """Number of queries that the predictor reads."""
         return self.predictor.window
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
@@ -117,19 +101,17 @@ class Spade(StepSelector):
         whole = all((part.start, part.end) == (0, len(context.slots)) for part in parts)
         if not context.buffers.on_gpu or not len(context.query_positions) or not whole:
             return super().select(context, parts)
-        return [self._select_whole(context, part.count) for part in parts]
-
-    def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
-        """Positions in a whole context, with at least one query: int64 [layers, kv_heads, count], ascending."""
         from sglang_ext.layers.kernels.select_tokens import SelectionContexts
         from sglang_ext.mem_cache.selection.on_gpu import GpuSelector
 
-        tokens, queries = len(context.slots), context.queries.transpose(1, 2)
-        numbers = to_device([[0, tokens, count, 0]], context.slots.device)
-        asked = SelectionContexts(context.slots.int()[None], numbers, (tokens,), (self.sinks, self.recent))
-        choice = GpuSelector(self.predictor, context.buffers, queries.shape[1], context.rotary)
-        found = choice.choose(asked, lambda _, layers: queries[None, layers], context.query_positions[None], most=count)
-        return found[:, 0].long()
+        tokens, queries, kept = len(context.slots), context.queries.transpose(1, 2), []
+        selector = GpuSelector(self.predictor, context.buffers, queries.shape[1], context.rotary)
+        for part in parts:
+            numbers = to_device([[0, tokens, part.count, 0]], context.slots.device)
+            asked = SelectionContexts(context.slots.int()[None], numbers, (tokens,), (self.sinks, self.recent))
+            found = selector.choose(asked, lambda _, layers: queries[None, layers], context.query_positions[None], most=part.count)
+            kept.append(found[:, 0].long())
+        return kept
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """:meth:`scores` of each layer. It reads no values, and predicts the queries of all layers together."""

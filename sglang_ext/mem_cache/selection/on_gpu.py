@@ -28,7 +28,6 @@ class MarkedPart:
     """Some layers of some requests whose selected tokens are marked.
 
     Attributes:
-        layers, requests: Slices of the layers and the requests.
         marked: The marked tokens, valid until the next part is requested, or, with ``beside``, until the part after the next.
         there: Event after which ``marked`` is ready on the device; None if the current stream reads it.
         read: Event after which it was read (:meth:`was_read`); None if the current stream read it.
@@ -53,12 +52,9 @@ class MarkedPart:
 
 @dataclass(frozen=True)
 class GpuSelector:
-    """Selects tokens for predicted queries. Nothing waits for the device.
+    """Selects tokens for predicted queries of ``query_heads`` heads of this rank. Nothing waits for the device.
 
     Attributes:
-        predictor: Predicts the queries.
-        buffers: The layers of SGLang's KV pool.
-        query_heads: Query heads of a layer, on this rank.
         rotary: The rotary embedding that was applied to queries and keys; None if queries are joined without unrotating them.
         scratch: As :data:`SCRATCH`.
     """
@@ -75,9 +71,7 @@ class GpuSelector:
         """Select tokens in all layers for all requests.
 
         Args:
-            contexts: The requests.
-            read: Reads their queries.
-            positions: int64 [requests, window], positions of the queries, ascending.
+            positions: int64 [requests, window], positions of the queries that ``read`` returns, ascending.
             ahead: Which token after the newest query to select for, from 1.
             most: Maximum selected tokens, if positions are wanted.
 
@@ -98,11 +92,8 @@ class GpuSelector:
     ) -> Iterator[MarkedPart]:
         """Select as :meth:`choose`, and yield parts as they are marked: some layers of all requests, or some requests of one layer.
 
-        Args:
-            contexts, read, positions, ahead: As in :meth:`choose`.
-            beside: Whether other streams read a part while the current one marks the next. Each part then has at most half of the
-                remaining layers, so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph
-                continues with that.
+        ``beside``: other streams read a part while the current one marks the next. Each part then has at most half of the remaining layers,
+        so that the last parts are small. It is yielded after the launch of the next part, so that a CUDA graph continues with that.
         """
         from sglang_ext.layers.kernels.key_scores import layer_major
         from sglang_ext.layers.kernels.select_tokens import mark_tokens, scratch_bytes
@@ -112,7 +103,7 @@ class GpuSelector:
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
         # Prediction has many small launches. Selection has few large ones and needs more memory per pair: only these are split further.
         _, kv_heads, dim = keys[0].shape
-        predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
+        predicted = _predicted_at_once(self.scratch, self.query_heads * self.predictor.head_bytes(dim))
         each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
         at_once = 1 + beside
         pairs, held = max(1, self.scratch // (at_once * each)), deque[MarkedPart]()
@@ -134,11 +125,6 @@ class GpuSelector:
             yield held[-1]
 
 
-def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
-    """Bytes for predicting the queries of one request in one layer, including the queries."""
-    return query_heads * predictor.head_bytes(dim)
-
-
 def planned_bytes(
     pairs: int, longest: int, query_heads: int, kv_heads: int, dim: int, number_bytes: int, predictor: QueryPredictor
 ) -> int:
@@ -148,7 +134,7 @@ def planned_bytes(
     """
     from sglang_ext.layers.kernels.select_tokens import scratch_bytes
 
-    each = predicting_bytes(query_heads, dim, predictor)
+    each = query_heads * predictor.head_bytes(dim)
     predicted = each * min(pairs, _predicted_at_once(SCRATCH, each))
     return predicted + max(SCRATCH, scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes))
 

@@ -19,12 +19,7 @@ LEAST = 1e-12
 
 
 class QueryPredictor(ABC):
-    """Predicts the next query.
-
-    Attributes:
-        name: Name in ``--kv-select-by``.
-        window: Maximum newest queries that it reads. It accepts fewer, from 1 on.
-    """
+    """Predicts the next query from at most ``window`` newest ones, and at least 1."""
 
     name: ClassVar[str]
     window: int
@@ -74,7 +69,6 @@ class CurrentQuery(QueryPredictor):
         return rotary.rotate_ahead(queries[..., -1, :], ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
-        """The last query."""
         return queries[..., -1, :]
 
 
@@ -98,7 +92,6 @@ class RegressedQuery(QueryPredictor):
 
     @property
     def window(self) -> int:
-        """The newest query and its predecessors."""
         return self.longest + 1
 
     def head_bytes(self, dim: int) -> int:

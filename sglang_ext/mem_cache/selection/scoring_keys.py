@@ -23,14 +23,7 @@ CODED_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class KeySpec:
-    """Shape and format of keys.
-
-    Attributes:
-        layers, kv_heads, dim: Sizes of the model's attention.
-        dtype: dtype of exact keys.
-        bits: One of :data:`SCORE_BITS`.
-        rows: Whether exact keys and values are stored, too.
-    """
+    """Shape and format of keys, in :data:`SCORE_BITS`; exact keys have ``dtype``. With ``rows``, exact keys and values are stored, too."""
 
     layers: int
     kv_heads: int
@@ -55,16 +48,7 @@ class KeySpec:
 
 
 class ExactKeys:
-    """Keys in their own dtype. On a CPU, memory is taken as they are written.
-
-    Args:
-        sizes: Shape and format of the keys.
-        tokens: Number of tokens.
-        device: Device of the keys. On a GPU all memory is taken at once.
-
-    Attributes:
-        keys: All keys: [layers, tokens, kv_heads, dim].
-    """
+    """Keys of ``tokens`` tokens in their own dtype: ``keys``, [layers, tokens, kv_heads, dim]. On a CPU, memory is taken as they are written."""
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
         self.keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
@@ -88,13 +72,7 @@ class QuantizedKeys:
     The codes of a token and head are stored group after group. An 8-bit code is one byte. With 4 bits, a byte has two channels of a
     group: in the lower bits one of the first half, in the upper bits the one with the same index in the second half.
 
-    Args:
-        sizes: Shape and format of the keys.
-        tokens: Number of tokens.
-        device: Device of the keys. On a GPU all memory is taken at once.
-
     Attributes:
-        sizes: Shape and format of the keys.
         codes: int8 [layers, tokens, kv_heads, bytes]. 8-bit codes are shifted to begin at -128.
         words: int32 [layers, tokens, kv_heads, groups]. The lower half of a word is the group's scale, the upper half its zero point, both
             float16.
@@ -102,6 +80,8 @@ class QuantizedKeys:
 
     def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
         self.sizes = sizes
+        # XOR mask between a byte of codes and the stored byte.
+        self._mask = 128 if sizes.bits == 8 else 0
         of_all = sizes.layers, tokens, sizes.kv_heads
         self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
         self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
@@ -138,7 +118,7 @@ class QuantizedKeys:
         """Dequantize a layer's keys in ``places``, int64 [tokens]: float32 [tokens, kv_heads, dim]."""
         bits, group = self.sizes.bits, self.sizes.group
         bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
-        packed = (bytes_.view(torch.uint8) ^ _stored_mask(bits)).unflatten(-1, (-1, group * bits // 8))
+        packed = (bytes_.view(torch.uint8) ^ self._mask).unflatten(-1, (-1, group * bits // 8))
         scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
         return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
 
@@ -147,23 +127,13 @@ class QuantizedKeys:
         bits, group = self.sizes.bits, self.sizes.group
         # The quantizer expects heads, blocks and tokens. All dimensions are treated alike here.
         found = quantize_evenly(keys.float(), Grid(1, group), bits)
-        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _stored_mask(bits)
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ self._mask
         words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
         return packed.view(torch.int8), words.squeeze(-1)
 
 
-def _stored_mask(bits: int) -> int:
-    """XOR mask between a byte of codes and the stored byte."""
-    return 128 if bits == 8 else 0
-
-
 class KeyQuantizer:
-    """Quantizes keys in buffers of layers.
-
-    Args:
-        keys: One tensor per layer, [slots, kv_heads, dim]; equal shapes. They must not move in memory.
-        held: Stores the codes.
-    """
+    """Quantizes keys in buffers of layers, [slots, kv_heads, dim] each, with equal shapes, into ``held``. They must not move in memory."""
 
     def __init__(self, keys: Sequence[torch.Tensor], held: QuantizedKeys):
         self._keys, self._held = tuple(keys), held

@@ -8,12 +8,13 @@ from argument_helpers import arguments
 
 from sglang_ext.arguments import CheckedServerArgs
 from sglang_ext.config import model_folder
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, looks: Callable[[CheckedServerArgs], None]) -> None:
     """Let ``looks`` be what SGLang's own arguments do."""
-    monkeypatch.setattr(CheckedServerArgs.__bases__[-1], "__post_init__", looks)
+    monkeypatch.setattr(KVServerArgs.__bases__[0], "__post_init__", looks)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ext import command_line
 from sglang_ext.arguments import CheckedServerArgs
 from sglang_ext.command_line import sample_request
+from sglang_ext.config import rules
 from sglang_ext.core import MIN_CONTEXT, HookError, OptionError
 
 ROOT = Path(__file__).parents[3]
@@ -76,9 +77,9 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "sglang-ext: error: a target moved\n"
 
 
-def test_sglangs_class_is_still_reached_once_ours_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    # SGLang's registry replaces the name in every module, this plugin's too.
-    monkeypatch.setattr("sglang_ext.config.rules.ServerArgs", CheckedServerArgs)
+def test_sglangs_class_is_still_reached_once_ours_stands_in_its_place() -> None:
+    # SGLang's registry has replaced the name in every loaded module, this plugin's too.
+    assert rules.ServerArgs is CheckedServerArgs
     assert parser().parse_args(["--model-path", "m", "--kv-mode", "lossy"]).kv_mode == "lossy"
     assert issubclass(CheckedServerArgs, ServerArgs)
 

@@ -15,26 +15,29 @@ def test_hook_fits_the_installed_sglang(hook):
     assert hook.why
 
 
-def test_a_moved_target_is_named(monkeypatch):
+def test_all_hooks_and_private_names_fit_together():
+    assert set(hooking.required_names()) == {*hooks.HOOKS, *hooks.PLAIN_CPU_HOOKS, *hooks.PRIVATE_NAMES}
+    hooking.check_hooks("verified")
+
+
+def test_a_moved_target_is_named():
     moved = dataclasses.replace(hooks.HOOKS[0], target="sglang.srt.managers.scheduler.no_such_function")
-    monkeypatch.setattr(hooks, "HOOKS", (moved,))
     with pytest.raises(hooking.HookError, match="no_such_function.*--kv-mode full"):
-        hooking.check_hooks("verified")
+        hooking.check_hooks("verified", [*hooks.SCHEDULER_HOOKS, moved])
 
 
-def test_a_changed_signature_is_named(monkeypatch):
-    changed = dataclasses.replace(hooks.HOOKS[1], expects=("self", "batch"))
-    monkeypatch.setattr(hooks, "HOOKS", (changed,))
+def test_a_changed_signature_is_named():
+    changed = dataclasses.replace(hooks.SCHEDULER_HOOKS[0], expects=("self", "batch"))
     with pytest.raises(hooking.HookError, match="process_batch_result_decode.*expected self, batch"):
-        hooking.check_hooks("lossy")
+        hooking.check_hooks("lossy", [changed])
 
 
-def test_a_process_checks_its_own_hooks(monkeypatch):
-    moved = dataclasses.replace(hooks.HOOKS[0], target="sglang.srt.managers.scheduler.no_such_function", process="frontend")
-    monkeypatch.setattr(hooks, "HOOKS", (moved,))
-    hooking.check_hooks("verified", ("scheduler",))
-    with pytest.raises(hooking.HookError, match="no_such_function"):
-        hooking.check_hooks("verified", ("frontend",))
+def test_each_process_and_mode_has_hooks_of_its_own():
+    modules = {name: {hook.hook.split(".")[2] for hook in found} for name, found in (
+        ("frontend", hooks.FRONTEND_HOOKS), ("verified", hooks.scheduler_hooks("verified")), ("lossy", hooks.scheduler_hooks("lossy")),
+    )}  # fmt: skip
+    assert "frontend" in modules["frontend"] and "rounds" not in modules["frontend"]
+    assert "rounds" in modules["verified"] and modules["lossy"] - modules["verified"] == {"lossy_admission"}
 
 
 @pytest.mark.parametrize("use", hooks.PRIVATE_NAMES + transfer_table.TRANSFER_NAMES, ids=lambda use: use.target)
@@ -44,16 +47,14 @@ def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
 
 
 @pytest.mark.parametrize("use", hooks.PRIVATE_NAMES, ids=lambda use: use.target)
-def test_a_use_that_no_longer_fits_stops_the_start_by_name(monkeypatch, use):
+def test_a_use_that_no_longer_fits_stops_the_start_by_name(use):
     changed = dataclasses.replace(use, **{"mentions" if use.mentions else "expects": ("accept_tokens", "a_new_name")})
-    monkeypatch.setattr(hooks, "PRIVATE_NAMES", (changed,))
     with pytest.raises(hooking.HookError, match=f"{use.target.rsplit('.', 1)[1]}.*a_new_name"):
-        hooking.check_hooks("verified")
+        hooking.check_hooks("verified", [changed])
 
 
-def test_a_name_that_the_transfer_backend_needs_and_that_moved_stops_its_start(monkeypatch):
+def test_a_name_that_the_transfer_backend_needs_and_that_moved_stops_its_start():
     hooking.check_transfer()
     moved = dataclasses.replace(transfer_table.TRANSFER_NAMES[0], target="sglang.srt.disaggregation.common.conn.no_such_function")
-    monkeypatch.setattr(transfer_table, "TRANSFER_NAMES", (moved,))
     with pytest.raises(hooking.HookError, match="progressive cannot start: .*no_such_function.*mooncake"):
-        hooking.check_transfer()
+        hooking.check_transfer([moved])

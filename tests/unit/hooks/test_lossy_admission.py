@@ -12,7 +12,6 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from tiered_helpers import PAGE, Request, kv_of
 
-from sglang_ext.hooks import lossy_admission
 from sglang_ext.hooks.lossy_admission import HEADROOM, admit_chunk, admit_prompt
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
@@ -23,7 +22,7 @@ RESERVE, STEPS, RATIO = 10, 4, 0.7
 
 @pytest.fixture(autouse=True)
 def small_reserve(monkeypatch):
-    monkeypatch.setattr(lossy_admission, "get_alloc_reserve_per_decode", lambda: RESERVE)
+    monkeypatch.setattr("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", lambda server_args: RESERVE // 2)
     for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
         monkeypatch.setattr(schedule_policy, name, lambda: False)
 

@@ -30,9 +30,7 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def small_reserve(monkeypatch):
-    for module in (rounds, eagle_utils):
-        monkeypatch.setattr(module, "get_alloc_reserve_per_decode", lambda: RESERVE)
-    monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_alloc_reserve_per_decode", lambda: RESERVE)
+    monkeypatch.setattr("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", lambda server_args: RESERVE // 2)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=1))
 
     def take(tree_cache, rows, *, reqs, nxt_kv_lens_cpu, num_needed_tokens, batch, **more):

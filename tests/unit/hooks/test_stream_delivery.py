@@ -10,8 +10,7 @@ import pytest
 from sglang.srt.managers.io_struct import BatchStrOutput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sglang_ext.hooks import stream_delivery
-from sglang_ext.hooks.stream_delivery import Pacer, receive_outputs, wait_one_response
+from sglang_ext.hooks.stream_delivery import MAX_QUEUED, STALL_SECONDS, Pacer, receive_outputs, wait_one_response
 
 WORDS = ["a", "bc", "def", "g", "hi"]
 LOG = SimpleNamespace(log_finished_request=lambda *given, **named: None)
@@ -134,24 +133,23 @@ def test_a_slow_client_does_not_hold_up_another_one():
     within(run())
 
 
-def test_what_a_very_slow_client_has_not_read_is_merged(monkeypatch):
-    monkeypatch.setattr(stream_delivery, "MAX_QUEUED", 2)
+def test_what_a_very_slow_client_has_not_read_is_merged():
+    count = MAX_QUEUED + 3
+    words = [f"{number} " for number in range(count)]
 
     async def run():
         manager, chunks = Manager("a", incremental=True), []
-        await receive(manager, burst("a"))
+        await receive(manager, [message("a", word, i + 1, {"type": "length"} if i + 1 == count else None) for i, word in enumerate(words)])
         await read(manager, "a", chunks)
         return chunks
 
-    # The first is taken at once; of the four others two wait.
-    assert [chunk[1] for chunk in within(run())] == ["a", "bcdefg", "hi"]
+    # The first is taken at once. Of the others as many wait as may, less the one that is taken next.
+    assert [chunk[1] for chunk in within(run())] == ["0 ", "1 2 3 ", *words[4:]]
 
 
 @pytest.mark.parametrize("taken", [1, 3])
 @pytest.mark.parametrize("incremental", [False, True])
-def test_the_request_of_a_client_that_stopped_reading_ends(monkeypatch, incremental, taken):
-    monkeypatch.setattr(stream_delivery, "STALL_SECONDS", 0.05, raising=False)
-
+def test_the_request_of_a_client_that_stopped_reading_ends(incremental, taken):
     async def run():
         manager = Manager("a", incremental=incremental)
         obj = manager.rid_to_state["a"].obj
@@ -159,7 +157,7 @@ def test_the_request_of_a_client_that_stopped_reading_ends(monkeypatch, incremen
         await receive(manager, burst("a"))
         chunks = [await anext(stream) for _ in range(taken)]
         assert manager.rid_to_state
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(STALL_SECONDS + 0.2)
         assert not manager.rid_to_state
         return chunks + [chunk async for chunk in stream]
 
@@ -168,13 +166,11 @@ def test_the_request_of_a_client_that_stopped_reading_ends(monkeypatch, incremen
     assert [chunk["text"] for chunk in within(run())] == [*texts(incremental)[:taken], rest]
 
 
-def test_a_client_that_reads_again_gets_chunks_of_single_tokens_again(monkeypatch):
-    monkeypatch.setattr(stream_delivery, "STALL_SECONDS", 0.05, raising=False)
-
+def test_a_client_that_reads_again_gets_chunks_of_single_tokens_again():
     async def run():
         manager, chunks = Manager("a", incremental=True), []
         await receive(manager, burst("a", finish=None))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(STALL_SECONDS + 0.2)
         reader = asyncio.ensure_future(read(manager, "a", chunks))
         await asyncio.sleep(0.01)
         await receive(manager, burst("a"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_helpers import Gridded, packed_pool, pool_by
+from packed_helpers import Gridded, on_gpu, packed_pool, pool_by
 from ptx_emulator import registers, run
 
 from sglang_ext.layers.kernels.gluon import fragments
@@ -76,16 +76,13 @@ def test_what_lanes_share_is_held_by_some(name):
         assert set(registers(layout).flatten()) == set(range(int(np.prod(layout.shape)))), made
 
 
-def taken(name, bits, dim=128, group=4, dtype=torch.bfloat16):
-    return fragments_of(packed_pool(name, bits, 1, 1, heads=1, dim=dim, dtype=dtype), group)
-
-
-def fragments_of(pool, group):
-    return packed_decode.fragments(pool.packing, pool.buffers.keys[0], pool.buffers.values[0], group)
-
-
 def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
-    monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
+    def fragments_of(pool, group):
+        return packed_decode.fragments(pool.packing, on_gpu(pool.buffers.keys[0], monkeypatch, (9, 0)), group)
+
+    def taken(name, bits, dim=128, group=4, dtype=torch.bfloat16):
+        return fragments_of(packed_pool(name, bits, 1, 1, heads=1, dim=dim, dtype=dtype), group)
+
     assert taken("kivi", 4) == PackedFragments(128, 4, 4, 16, 32, True)
     assert taken("int8", 8, dim=64, group=16, dtype=torch.float16) == PackedFragments(64, 16, 8, 32, 64, False)
     # Levels of a table, other sizes of heads, pools of float32, many queries a KV head, and scales over parts of a byte.
@@ -99,4 +96,5 @@ def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
 
 
 def test_without_tensor_cores_the_other_kernel_reads_all_blocks():
-    assert taken("kivi", 4) is None
+    pool = packed_pool("kivi", 4, 1, 1, heads=1, dim=128, dtype=torch.bfloat16)
+    assert packed_decode.fragments(pool.packing, pool.buffers.keys[0], 4) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_helpers import packed_pool, pool_by
+from packed_helpers import on_gpu, packed_pool, pool_by
 from ptx_emulator import registers, run
 
 from sglang_ext.layers.kernels.gluon import fragments
@@ -122,17 +122,15 @@ def test_a_lane_has_the_scales_of_its_own_block():
     assert (registers(IntegerFragments(128, 8, 2, 8).key_numbers) < 128).all()
 
 
-def taken(pool, group):
-    return packed_decode.integer_fragments(pool.packing, pool.buffers.keys[0], pool.buffers.values[0], group)
-
-
 def hack(bits, partition=64, dim=128, dtype=torch.bfloat16):
     return pool_by(quantizer("hack", bits, partition), 1, 1, heads=1, dim=dim, dtype=dtype)
 
 
 def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
-    assert taken(hack(4), 4) is None, "no tensor cores"
-    monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
+    def taken(pool, group, capability=(9, 0)):
+        return packed_decode.integer_fragments(pool.packing, on_gpu(pool.buffers.keys[0], monkeypatch, capability), group)
+
+    assert taken(hack(4), 4, None) is taken(hack(4), 4, (7, 5)) is None, "no tensor cores"
     assert taken(hack(4), 4) == IntegerFragments(128, 4, 4, 16)
     assert taken(hack(2, dtype=torch.float16), 8) == IntegerFragments(128, 8, 2, 8)
     assert taken(hack(4, dim=64), 1) == IntegerFragments(64, 1, 4, 16)

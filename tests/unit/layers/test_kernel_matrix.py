@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import smaller_tiles
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import gpu_launch
@@ -83,11 +84,7 @@ def test_a_launch_begins_with_what_fitted_last():
 
 
 @pytest.mark.parametrize(("refused", "launched"), [(0, 3), (2, 1), (99, 1)])
-def test_the_matrix_runs_smaller_tiles_down_to_the_smallest(monkeypatch, refused, launched):
-    # The module replaces what this puts back.
-    monkeypatch.setattr(gpu_launch, "launch_first_fitting", gpu_launch.launch_first_fitting)
-    import smaller_tiles
-
+def test_the_matrix_runs_smaller_tiles_down_to_the_smallest(refused, launched):
     tried = []
     smaller_tiles.pass_over(refused)
     smaller_tiles.launch_first_fitting((3, 2, 1), tried.append, f"a key of {refused}", str, "")

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from packed_helpers import Gridded
+from packed_helpers import Gridded, on_gpu, record_launches
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode as decoding
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable, packed_decode
 from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -25,29 +24,37 @@ class Coarse(Kivi):
         return super().quantize(numbers.round(), grid)
 
 
+class OnGpu(KVBuffers):
+    """Buffers where kernels run."""
+
+    on_gpu = True
+
+
 def made(packs, dim=64, dtype=torch.float32):
     """A pool of one layer, full of noise, and its packing."""
     keys, values = (torch.randn(300, 1, dim, generator=torch.Generator().manual_seed(dim)).to(dtype) for _ in "kv")
-    buffers = KVBuffers((0,), (1.0,), (keys,), (values,))
+    buffers = OnGpu((0,), (1.0,), (keys,), (values,))
     return buffers, Packing.for_pool(packs, buffers, 1, Rotary(torch.ones(8)))
 
 
 def written(packs, monkeypatch, **pool):
-    """How often the kernel ran, and whether PyTorch wrote, where buffers lie on a GPU."""
+    """Kernels that ran, and whether PyTorch wrote, where buffers lie on a GPU."""
     buffers, packing = made(packs, **pool)
-    before, ran = as_bytes(buffers.keys[0]).clone(), []
-    monkeypatch.setattr(KVBuffers, "on_gpu", True)
-    monkeypatch.setattr(pack_blocks, "pack_blocks", lambda *given: ran.append(given))
+    before, launched = as_bytes(buffers.keys[0]).clone(), record_launches(monkeypatch)
     given = torch.arange(128)[None, None], torch.arange(128), 128 + torch.arange(packing.held_slots(128))
     packing.write(buffers, *given)
-    assert all(call[0] is packing and call[2] is given[0] for call in ran)
-    return len(ran), not torch.equal(as_bytes(buffers.keys[0]), before)
+    assert all(arguments[2:5] == given for _, arguments in launched)
+    return [name for name, _ in launched], not torch.equal(as_bytes(buffers.keys[0]), before)
+
+
+# Keys and values.
+BOTH = ["pack_tiles"] * 2
 
 
 @pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2), ("lynx", 4)])
 def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
-    assert written(quantizer(name, bits), monkeypatch) == (1, False)
-    assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (1, False)
+    assert written(quantizer(name, bits), monkeypatch) == (BOTH, False)
+    assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (BOTH, False)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
     ids=["codes of its own", "outliers", "long blocks", "small heads", "other numbers"],
 )
 def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
-    assert written(packs, monkeypatch, **pool) == (0, True)
+    assert written(packs, monkeypatch, **pool) == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +95,12 @@ def test_blocks_with_outliers_are_read_by_no_kernel():
 
 @pytest.mark.parametrize(("capability", "refused"), [(None, False), ((7, 5), True), ((8, 0), False), ((12, 0), False)])
 def test_products_of_integers_are_refused_on_gpus_that_they_do_not_compile_for(monkeypatch, capability, refused):
-    monkeypatch.setattr(decoding, "capability", lambda keys: capability)
     for name in ("hack", "kivi"):
         buffers, packing = made(quantizer(name, 4))
+        keys = on_gpu(buffers.keys[0], monkeypatch, capability)
         if refused and name == "hack":
             words = "blocks of hack .* a GPU of compute capability 8.0 or more; .* has 7.5: pass --kv-compressor kivi"
             with pytest.raises(OptionError, match=words):
-                check_readable(packing, buffers.keys[0])
+                check_readable(packing, keys)
         else:
-            check_readable(packing, buffers.keys[0])
+            check_readable(packing, keys)

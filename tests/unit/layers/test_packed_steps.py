@@ -5,14 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packed_helpers import record_launches
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention import decode_graphs
-from sglang_ext.layers.attention.decode_backend import check_heads
-from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS
-from sglang_ext.layers.attention.per_head import PagesDecode
+from sglang_ext.layers.attention.decode_backend import CompressedDecode, check_heads
+from sglang_ext.layers.attention.decode_graphs import LAYOUT_READERS, create_attention
+from sglang_ext.layers.attention.packed import PackedDecode
+from sglang_ext.layers.attention.per_head import PagesDecode, PointerDecode, RaggedHeadsDecode
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers.graph_capture import create_compressed_attention
 from sglang_ext.managers.memory_plan import MemoryPlan
@@ -59,8 +62,11 @@ def test_a_forward_replays_what_was_captured_with_its_attention():
 @pytest.mark.parametrize(("rows", "expected"), [([1, 10], COPIES), ([1, 2], None)], ids=["a copy", "none"])
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("drafts", [3, 0], ids=["drafts", "plain steps"])
-def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts, every):
+def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(rows, expected, drafts, every):
     taken, chosen, model = [], [], runner()
+    output = SimpleNamespace(next_token_logits=None)
+    model.server_args = SimpleNamespace(enable_lora=False)
+    model.forward = lambda batch: taken.append((model.attn_backend, model.decode_cuda_graph_runner)) or SimpleNamespace(logits_output=output)
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     compressed_kv = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), mark_tail_written=lambda row, end: None, method=lambda row: without_queries,
@@ -70,17 +76,17 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
         lossy=False,
         compressed_kv=compressed_kv, model_runner=model, attentions=AttentionOverrides(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
     )
-    output = SimpleNamespace(next_token_logits=None)
-    monkeypatch.setattr(forward, "run", lambda model, batch, inputs, attention: taken.append(attention) or output)
-    monkeypatch.setattr("sglang_ext.managers.spec_decode.draft.to_device", lambda values, device: torch.tensor(values))
     steps = StepRunner(worker)
     steps._step_sampler = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
     states = [SimpleNamespace(row=row, fallback=0) for row in (1, 2)]
     round_ = RoundPlan(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], full_kv_reqs=[] if drafts else [0, 1], remaining=[40, 40])
     lengths = torch.tensor([20, 20])
-    batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
+    batch = SimpleNamespace(
+        seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False, return_hidden_states=False, spec_algorithm=None,
+        sampling_info=None, reqs=[SimpleNamespace(lora_id=None, rid=row) for row in (1, 2)],
+    )  # fmt: skip
     steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, None, lambda: None)
-    assert taken == [expected] * 3
+    assert taken == [(expected.backend, expected.graphs) if expected else ("own", "own graphs")] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
     assert chosen == [(2, 20 + step, 1) for step in (1, 2) if expected and every]
 
@@ -146,30 +152,63 @@ def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwa
         set_key_write_callback(None)
 
 
-def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
-    monkeypatch.setattr(decode_graphs, "create_attention", lambda *given: AttentionOverride(given))
-    worker = Worker("kivi")
-    worker.buffers, worker.layout = SimpleNamespace(on_gpu=True), "packed"
-    assert worker.compressed_attention().backend == (worker.model_runner, worker.layout)
-    assert not vars(worker.model_runner.attn_backend)
+def served(name, *budgets, captures):
+    """A worker with its layout, whose model has graphs of its own if it ``captures``."""
+    worker = Worker(name, *budgets)
+    if name == "quest":
+        made = method(name)
+        worker.methods = ServedMethods((), (replace(made, compressor=replace(made.compressor, in_attention=True)),), scaling=SCALING)
+    worker.allocate()
+    model = worker.model_runner
+    model.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(8, 35, dtype=torch.int32))
+    model.model_config, model.server_args = SimpleNamespace(num_attention_heads=2), SimpleNamespace(tp_size=1)
+    model.decode_cuda_graph_runner = "own graphs" if captures else None
+    model.device = "cpu"
+    return worker
 
 
 @pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize("kind", [QuantizedLayout, RaggedHeadLayout, PointerLayout, PagePointerLayout])
-def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
-    ran = []
-    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), compressed_kv_name="copies")
-    graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
-    layout = object.__new__(kind)
-    reader = LAYOUT_READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)
-    monkeypatch.setitem(LAYOUT_READERS, kind, reader)
-    monkeypatch.setattr(decode_graphs, "CompressedDecodeGraphs", lambda model, attn_backend: graphs)
-    monkeypatch.setattr(decode_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
-    model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
-    found = decode_graphs.create_attention(model, layout)
-    assert found == AttentionOverride(backend, graphs if captures else None)
-    assert ran[0] is layout and ran[1:] == ["replayed" if captures else "compiled"]
-    assert decode_graphs.create_attention(model, PlainLayout()) is None, "plain tokens"
+@pytest.mark.parametrize(
+    ("given", "decode", "kernel"),
+    [
+        (["snapkv+kivi"], PackedDecode, "packed_splits"), (["snapkv", "adaptive"], RaggedHeadsDecode, "_splits"),
+        (["verify-guided"], PointerDecode, "pointer_splits"), (["quest"], PagesDecode, "_choose_pages"),
+    ],
+)  # fmt: skip
+def test_on_a_gpu_steps_over_copies_have_an_attention_and_graphs_of_their_own_where_sglang_has_some(monkeypatch, captures, given, decode, kernel):
+    launched, replayed = record_launches(monkeypatch), []
+
+    def capture(self, model_runner, attn_backend):
+        self.model_runner, self.attn_backend, self.capture_bs = model_runner, attn_backend, [1, 3]
+
+    monkeypatch.setattr(DecodeCudaGraphRunner, "__init__", capture)
+    monkeypatch.setattr(DecodeCudaGraphRunner, "execute", lambda self, batch, *_: replayed.append(batch.batch_size))
+    monkeypatch.setattr(GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
+    try:
+        worker = served(*given, captures=captures)
+        found = create_attention(worker.model_runner, worker.layout)
+    finally:
+        set_key_write_callback(None)
+    assert type(found.backend) is decode and found.backend.layout is worker.layout
+    if captures:
+        assert found.graphs.attn_backend is found.backend and replayed == [1, 3]
+        assert worker.model_runner.graph_shared_output == "logits" and not launched
+    else:
+        assert found.graphs is None and kernel in {name for name, _ in launched} and not replayed, "compiled"
+    assert create_attention(worker.model_runner, PlainLayout()) is None, "plain tokens"
+
+
+def test_on_a_gpu_the_models_own_attention_reads_no_copies(monkeypatch):
+    record_launches(monkeypatch)
+    worker = served("kivi", captures=False)
+    worker.model_runner.attn_backend = SimpleNamespace()
+    worker.buffers = SimpleNamespace(on_gpu=True)
+    assert type(worker.compressed_attention().backend) is PackedDecode
+    assert not vars(worker.model_runner.attn_backend)
+
+
+def test_heads_of_different_budgets_are_split_as_finely_as_blocks():
+    assert RaggedHeadsDecode.min_parts == PackedDecode.min_parts == 8 * CompressedDecode.min_parts
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):

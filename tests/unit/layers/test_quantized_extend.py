@@ -25,20 +25,23 @@ class World:
         drawn = torch.Generator().manual_seed(0)
         self.pools = [torch.randn(1000, HEADS, DIM, generator=drawn) for _ in "kv"]
         self.table = torch.randperm(5 * WIDTH, generator=drawn).view(5, WIDTH).int()
-        pool = SimpleNamespace(get_key_buffer=lambda layer: self.pools[0], get_value_buffer=lambda layer: self.pools[1])
+        self.written: list[tuple[object, ...]] = []
+        pool = SimpleNamespace(
+            get_key_buffer=lambda layer: self.pools[0], get_value_buffer=lambda layer: self.pools[1],
+            set_kv_buffer=lambda *given: self.written.append(given),
+        )  # fmt: skip
         self.backend = SimpleNamespace(forward_extend=lambda q, k, v, layer, batch, **more: "exact")
         runner = SimpleNamespace(
             attn_backend=self.backend, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             model_config=SimpleNamespace(num_attention_heads=QUERY_HEADS), server_args=SimpleNamespace(tp_size=1), dtype=torch.float32,
         )  # fmt: skip
         packing = Packing.for_pool(Hack(4), KVBuffers((LAYER,), (0.1,), *((pool,) for pool in self.pools)), 1)
-        self.prefill, self.asked, self.written = QuantizedPrefill(packing, 0), [], []
+        self.prefill, self.asked = QuantizedPrefill(packing, 0), []
         monkeypatch.setattr(quantized_prefill, "integer_prefill", self._in_pytorch)
-        monkeypatch.setattr(quantized_prefill, "write_kv", lambda *given: self.written.append(given))
         QuantizedExtend(runner, self.prefill).install()
         assert self.asked.pop().lengths == [69], "compiled at the start"
         self.seeds = {row: torch.arange(length, dtype=torch.int32) for row, length in zip(ROWS, LENGTHS)}
-        self.batch = SimpleNamespace(extend_prefix_lens_cpu=KNOWN, extend_seq_lens_cpu=[b - a for a, b in zip(KNOWN, LENGTHS)])
+        self.batch = SimpleNamespace(extend_prefix_lens_cpu=KNOWN, extend_seq_lens_cpu=[b - a for a, b in zip(KNOWN, LENGTHS)], out_cache_loc="new slots")
         self.queries = torch.randn(sum(LENGTHS) - sum(KNOWN), QUERY_HEADS, DIM, generator=drawn)
 
     def _in_pytorch(self, prompts: PromptBatch, queries, keys, values, layer, first_head, scaling) -> torch.Tensor:
@@ -54,7 +57,7 @@ class World:
     def attend(self, queries: torch.Tensor, **layer) -> torch.Tensor:
         wanted = SimpleNamespace(
             layer_id=LAYER, tp_q_head_num=QUERY_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.1, sliding_window_size=-1, logit_cap=0.0,
-            xai_temperature_len=-1,
+            xai_temperature_len=-1, k_scale=None, v_scale=None,
         )  # fmt: skip
         vars(wanted).update(layer)
         return self.backend.forward_extend(queries.flatten(1), "k", "v", wanted, self.batch, save_kv_cache=True)
@@ -66,7 +69,8 @@ def test_prompts_attend_to_codes_in_groups_that_have_room_and_the_rest_to_kv_as_
     with world.prefill.computing_prompts(world.seeds):
         found = world.attend(torch.cat([world.queries, torch.ones(3, QUERY_HEADS, DIM)]))
         world.attend(world.queries)
-    assert [prompts.rows for prompts in world.asked] == [[4], [1, 2]] * 2 and len(world.written) == 2
+    assert [prompts.rows for prompts in world.asked] == [[4], [1, 2]] * 2 
+    assert [(where.loc, keys, values) for _, where, keys, values, *_ in world.written] == [("new slots", "k", "v")] * 2
     assert world.asked[0] is world.asked[2], "made once for all layers"
     start = 0
     for row, known, length in zip(ROWS, KNOWN, LENGTHS):

@@ -3,27 +3,28 @@
 import pytest
 import torch
 from hopper_emulator import Barrier, Stuck, Turns
+from packed_helpers import on_gpu, record_launches
 from prefill_checks import Batch
 
 from sglang_ext.layers.kernels.gluon.prefill_steps import PrefillSteps
-from sglang_ext.layers.kernels.packed import integer_prefill, packed_decode
+from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed.integer_prefill import STAGES
 
 
 def batch_of(monkeypatch, partition=64, group=4, capability=(9, 0)):
-    monkeypatch.setattr(packed_decode, "capability", lambda keys: capability)
-    return Batch(4, partition, 128, 1, group, 1, torch.float16, ((0, 150), (100, 201)), "cpu")
+    batch = Batch(4, partition, 128, 1, group, 1, torch.float16, ((0, 150), (100, 201)), "cpu")
+    batch.keys = on_gpu(batch.keys, monkeypatch, capability)
+    return batch
 
 
 def launches(monkeypatch, batch, **asked):
     """Names of what is launched, in order."""
-    launched = []
-    monkeypatch.setattr(integer_prefill, "_launch_tiles", lambda *given: launched.append("tiles" if given[-1] is None else "exact tokens"))
-    monkeypatch.setattr(integer_prefill, "attend_to_codes", lambda *given: launched.append("codes"))
+    launched = record_launches(monkeypatch)
     codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, batch.keys.device)
     integer_prefill.attend(batch.prompts, codes, batch.queries, batch.keys, batch.values, 0.1, **asked)
-    return launched
+    # The last argument of the kernel over tiles is where it leaves queries' codes for the other one.
+    return ["codes" if name == "prefill_codes" else "tiles" if given[-1] is None else "exact tokens" for name, given in launched]
 
 
 @pytest.mark.parametrize(

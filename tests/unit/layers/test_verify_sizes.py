@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import verify_attention as verifying
@@ -40,22 +41,15 @@ def test_others_end_with_the_smallest_tile_and_all_rows_are_computed_by_each(row
     assert all(tile.rows >= 16 and tile.more_rows in (0, 16) for tile in tiles)
 
 
-class Large:
-    """A kernel that fits no GPU."""
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *given, **options):
-        raise OutOfResources(120_000, 101_376, "shared memory")
-
-
 @pytest.mark.parametrize(
     ("blocks", "remedy"),
     [(EXACT, "leave --enable-deterministic-inference out"), (fast_tile(4, 128), "use --attention-backend flashinfer")],
 )
 def test_what_fits_no_gpu_is_refused_with_what_would_be_served(monkeypatch, blocks, remedy):
-    monkeypatch.setattr(verifying, "_verify_attention", Large())
+    def run(self, *given, **options):
+        raise OutOfResources(120_000, 101_376, "shared memory")
+
+    monkeypatch.setattr(JITFunction, "run", run)
     one, splits = torch.zeros(1, dtype=torch.int64), ContextSplits(1)
     tokens = VerifyTokens(one, one, torch.tensor([0, 1]), [1], torch.tensor([0, 1]), splits.count_for(one + 1))
     queries, buffer = torch.zeros(1, 4, 64), torch.zeros(2, 1, 64)

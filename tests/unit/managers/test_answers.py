@@ -46,7 +46,8 @@ def test_of_steps_the_tokens_and_log_probabilities_of_some_requests_are_picked()
     steps = [(nothing, answers_of(range(4), 1, logprobs=True).sampled) for _ in range(2)]
     steps[1][1].logprobs.add_(5)
     tokens = torch.stack([sampled.tokens for _, sampled in steps], 1)
-    found = OutputTokens.from_steps(steps, tokens, [3, 1], [len(steps), 1])
+    plan = RoundPlan([], len(steps), [], [], [], [], [], full_kv_reqs=[3, 1], remaining=[9, 1, 9, 9])
+    found = OutputTokens.from_steps(plan, steps, tokens)
     assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.num_output.tolist() == [2, 1]
     assert found.sampled.logprobs.tolist() == [30, 35, 10, 15] and found.sampled.requested_logprobs[2] == ([10.0], [10])
 

@@ -21,7 +21,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
 from sglang_ext.managers.spec_decode.draft import Verifier
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
@@ -403,7 +403,7 @@ def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.provider.scheduler.occupancy.memory > 0
+    assert toy.provider.scheduler.memory.occupancy() > 0
     for state in states:
         toy.forget(state.row)
     assert toy.provider.scheduler.memory.peak == 0 and not toy.provider.verifying_rows

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import AcceptanceTracker, RequestState
-from sglang_ext.device import Mark
-from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import PROBE_SHARE, DraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes, expected_tokens
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 
@@ -167,7 +167,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.round_timer = RoundTimer(DraftLength(8), torch.device("cpu"), costs=SimpleNamespace(observe=self._observe))
         self.round_timer.draft_length.choose = lambda *_: 0
         self.seen = []
@@ -176,7 +176,7 @@ class Machine:
     def _observe(self, load, spent):
         self.seen.append(spent)
 
-    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0, first=None, compressed=False):
+    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0, first=None, compressed=False, verifies=True, shortened=False):
         states, lengths = self.states[batch], [500] * batch
         for state in states:
             state.compressor = "snapkv" if compressed else ""
@@ -185,7 +185,7 @@ class Machine:
         rows = list(range(len(states)))
         more = dict(rows=[row + 99 for row in rows] if drafts else rows, fallbacks=[0] * len(rows))
         self.round_timer.on_planned(
-            RoundPlan(states, drafts or 2, lengths, rows, row_lens=rows, full_kv_reqs=[] if drafts else rows, remaining=[40] * len(rows), verify_batches=[rows] if drafts else [], **more)
+            RoundPlan(states, drafts or 2, lengths, rows, row_lens=rows, full_kv_reqs=[] if drafts else rows, remaining=[40] * len(rows), verify_batches=[rows] if drafts and verifies else [], is_shortened=shortened, **more)
         )
         if first is not None:
             self.now += first
@@ -269,16 +269,10 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
     assert seen[1:] == pytest.approx([1.5])
 
 
-def test_short_rounds_whose_drafts_gather_are_learned_from_together():
-    rows = [0, 1]
-    round_timer = RoundTimer(FixedDraftLength(1), torch.device("cpu"))
-    states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
-
-    def short(due):
-        return RoundPlan(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], full_kv_reqs=[1], remaining=[40, 40], verify_batches=[[0]] if due else [], is_shortened=True)
-
-    spent = RoundTimes(num_draft_steps=1, num_plain_steps=0, compressing=0.1, drafting=1.0, whole=1.5)
-    assert round_timer._merge_short_rounds(short(False), spent) is round_timer._merge_short_rounds(short(False), spent) is None
-    found = round_timer._merge_short_rounds(short(True), spent)
-    assert (found.num_draft_steps, found.num_rounds, found.drafting, found.whole) == (3, 3, 3.0, 4.5)
-    assert round_timer._merge_short_rounds(short(True), spent) == spent, "the next begins anew"
+def test_short_rounds_whose_drafts_gather_are_learned_from_together(monkeypatch):
+    machine = Machine(monkeypatch)
+    for verifies in (False, False, True, True):
+        machine.iterate(1, planning=0.0, drafting=1.0, rest=0.5, compressed=True, verifies=verifies, shortened=True)
+    machine.round_timer.interrupt()
+    found = [(spent.num_draft_steps, spent.num_rounds, spent.drafting, spent.whole) for spent in machine.times()]
+    assert found == [(3, 3, 3.0, 4.5), (1, 1, 1.0, 1.5)], "the next begins anew"

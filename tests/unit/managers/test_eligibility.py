@@ -6,7 +6,6 @@ import pytest
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.config import options
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.spec_decode.request_states import fallback_reason
 from sglang_ext.core import TPRanks
@@ -94,10 +93,10 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
     "given",
     [{}, {"lora_id": "an adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}, {"positional_embed_overrides": object()}],
 )
-def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
+def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(given):
     """As SGLang asks for a second prefill by tokens alone."""
-    monkeypatch.setattr(options, "has_early_decoding", lambda args: True)
-    feature = KVTransfer(None)
+    receives = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive"}
+    feature = KVTransfer(SimpleNamespace(kv_mode="verified", kv_reference="exact", kv_bench_codec=None, **receives))
     model = SimpleNamespace(layers=1, query_heads=1, head_dim=8)
     worker = SimpleNamespace(
         memory=SimpleNamespace(model=model), model_runner=SimpleNamespace(dtype=None), queries=None, ranks=TPRanks(), compressed_kv="there"

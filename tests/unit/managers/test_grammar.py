@@ -12,7 +12,8 @@ from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, UnprocessedTokens, GrammarWalk, can_roll_back, can_walk
+from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, GrammarWalk, can_walk
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -166,7 +167,7 @@ def test_a_row_after_the_end_of_an_xgrammar_stays_open():
     bits = [{i for i in range(257) if row[i // 32] >> (i % 32) & 1} for row in mask.tolist()]
     assert bits == [{ord("a"), ord("c"), ord("x"), 256}, {256}, set(range(257))]
     assert walk.num_masked_rows == 2 and not one.is_terminated()
-    assert can_roll_back(one)
+    assert can_walk(one)
 
 
 def test_walks_of_several_requests_share_a_mask():
@@ -182,4 +183,4 @@ def test_a_walk_is_no_longer_than_what_can_be_taken_back():
 
 
 def test_llguidance_can_roll_back():
-    assert can_roll_back(grammar())
+    assert can_walk(grammar())

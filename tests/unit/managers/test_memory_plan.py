@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prefill_checks import Batch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import EXCHANGE_BUFFER_BYTES, ROW_EXCHANGE_BUFFER_BYTES
@@ -259,7 +260,7 @@ def test_what_attention_chooses_pages_in_is_counted_in_graphs_and_outside_as_it_
     paged = replace(plain, served=ServedMethods((), (method_of_gpus,)))
     found = paged.plan(requests, 1000, 0)
     assert plain.plan(requests, 1000, 0).selection_workspaces == replace(paged, on_gpu=False).plan(requests, 1000, 0).selection_workspaces == 0
-    width, total = paged._width + paged.ahead, 0
+    width, total = paged.row_tokens, 0
     keys = [torch.zeros(160, TINY.kv_heads, TINY.head_dim)]
     table = torch.zeros(2, width, dtype=torch.int32)
     begins = PagePointerLayout.of_pool(Pointers(8, 16), table, PageExtremes(keys, (0,), 16), Quest(in_attention=True))
@@ -340,12 +341,10 @@ def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_
 
 @pytest.mark.parametrize(("heads", "kv_heads", "specialized"), [(3, 1, False), (12, 2, True)])
 def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv_heads, specialized):
-    ranks = {"tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": 128, "v_head_dim": 128}
-    monkeypatch.setattr(memory_plan, "first_attention_layer", lambda model: SimpleNamespace(**ranks))
-    monkeypatch.setattr(memory_plan, "attention_scaling", lambda model: {0: 0.1})
+    model = torch.nn.ModuleList([RadixAttention(heads, 128, 0.1, kv_heads, layer_id=0)])
     monkeypatch.setattr(memory_plan, "capability", lambda keys: (9, 0))
     config = SimpleNamespace(num_attention_heads=12, vocab_size=50, context_len=8192)
-    runner = SimpleNamespace(model=None, model_config=config, dtype=torch.float16, device="cpu")
+    runner = SimpleNamespace(model=model, model_config=config, dtype=torch.float16, device="cpu")
     asked = planner(**ON_CODES)
     asked.args.get_attention_backends = lambda: ("flashinfer", "flashinfer")
     made = MemoryPlanner.of(asked.args, runner, asked.served, asked.features)

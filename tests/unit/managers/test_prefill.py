@@ -4,65 +4,82 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.spec_decode import draft as module
+from sglang_ext.managers.spec_decode.draft import prefill
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 
-def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
-    """Else the scheduler would wait for its end before it prepares the next round, and show the first token later."""
-    seen = []
-    result = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(1, 4)))
+def batch_of(*prompts, max_new_tokens=1, grammars=(None, None), return_logprob=False):
+    """Greedy requests with these numbers of cached tokens and of new ones, in rows from 1 on."""
+    params, count = SamplingParams(temperature=0, max_new_tokens=max_new_tokens), len(prompts)
+    reqs = [SimpleNamespace(req_pool_idx=row, grammar=grammar, sampling_params=params) for row, (_, grammar) in enumerate(zip(prompts, grammars), 1)]
+    ones = torch.ones(count)
+    info = SamplingBatchInfo(
+        temperatures=ones[:, None], top_ps=ones, top_ks=ones.int(), min_ps=0 * ones, is_all_greedy=True, is_any_greedy=True,
+        need_top_p_sampling=False, need_top_k_sampling=False, need_min_p_sampling=False, vocab_size=4,
+    )  # fmt: skip
+    return SimpleNamespace(
+        reqs=reqs, prefix_lens=[cached for cached, _ in prompts], extend_lens=[new for _, new in prompts],
+        seq_lens=torch.tensor([sum(prompt) for prompt in prompts]), sampling_info=info, return_logprob=return_logprob,
+        top_logprobs_nums=[0] * count, token_ids_logprobs=[None] * count,
+    )  # fmt: skip
 
-    def forward(batch, is_verify):
+
+class Prefills:
+    """A worker whose model gives zeros, and whose sampler draws ``drawn``. ``seen`` has what happened, in order."""
+
+    def __init__(self, drawn=()):
+        self.seen, self.recorded, self.drawn = [], [], drawn
+        self.output = SimpleNamespace(next_token_logits=torch.zeros(max(1, len(drawn)), 4))
+        method = SimpleNamespace(compressor=SimpleNamespace(window=32), min_context=1, unit=1)
+        self.worker = SimpleNamespace(
+            queries=SimpleNamespace(recording=lambda rows: self.recorded.extend(rows) or nullcontext()),
+            target_worker=SimpleNamespace(forward_batch_generation=self.forward),
+            model_runner=SimpleNamespace(sample=self.sample, compute_logprobs_only=lambda output, batch: self.seen.append((output, batch))),
+            server_args=SimpleNamespace(kv_prefill="exact"),
+            requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=req.req_pool_idx)),
+            compressed_kv=SimpleNamespace(method=lambda row: method, get=lambda row: None, is_refused=lambda row: False),
+        )
+
+    def forward(self, batch, is_verify):
         assert is_verify
-        seen.append("forward")
-        return result
+        self.seen.append("forward")
+        return SimpleNamespace(logits_output=self.output)
 
-    sampled = SimpleNamespace(tokens=torch.tensor([3]))
-    monkeypatch.setattr(module.RowSampler, "from_rows", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
-    penalties = SimpleNamespace(penalize_prefill=lambda batch, logits: seen.append("penalized"))
-    worker = SimpleNamespace(
-        queries=SimpleNamespace(recording=lambda rows: nullcontext()),
-        target_worker=SimpleNamespace(forward_batch_generation=forward),
-        model_runner=None,
-        server_args=SimpleNamespace(kv_prefill="exact"),
-        requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=1)),
-        compressed_kv=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
-    )
-    reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None, sampling_params=SimpleNamespace(max_new_tokens=1))], torch.tensor([7])
-    batch = SimpleNamespace(reqs=reqs, prefix_lens=[0], extend_lens=[7], seq_lens=lengths, return_logprob=False)
-    found = module.prefill(worker, batch, penalties, on_publish=lambda lengths: seen.append(lengths.tolist()))
-    assert seen == [[7], "forward", "penalized"]
-    assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]
+    def sample(self, output, batch):
+        self.seen.append("sampled")
+        return torch.tensor(self.drawn)
+
+    def run(self, batch):
+        penalties = SimpleNamespace(penalize_prefill=lambda batch, logits: self.seen.append("penalized"))
+        return prefill(self.worker, batch, penalties, on_publish=lambda lengths: self.seen.append(lengths.tolist()))
 
 
-def test_requests_for_no_token_draw_none(monkeypatch):
+def test_lengths_of_a_prefill_are_known_before_it_runs():
+    """Else the scheduler would wait for its end before it prepares the next round, and show the first token later."""
+    prefills = Prefills(drawn=[3])
+    found = prefills.run(batch_of((0, 7)))
+    assert prefills.seen == [[7], "forward", "penalized", "sampled"]
+    assert found.next_token_ids.tolist() == found.next_draft_input.bonus_tokens.tolist() == [3] and found.new_seq_lens.tolist() == [7]
+
+
+def test_requests_for_no_token_draw_none():
     # As SGLang, which tells the log-probabilities that were asked for, and none of a token that nobody gets.
-    output, seen = SimpleNamespace(next_token_logits=torch.zeros(2, 4)), []
-    monkeypatch.setattr(module, "sampling_batch", lambda batch, rows, device, logprobs: [row.request for row in rows])
-    penalties = SimpleNamespace(penalize_prefill=lambda batch, logits: None)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(compute_logprobs_only=lambda *given: seen.append(given)))
-    none = SimpleNamespace(max_new_tokens=0)
-    reqs, states = [SimpleNamespace(grammar=None, sampling_params=none)] * 2, [SimpleNamespace(fallback=0, seed=5)] * 2
-    batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=True)
-    tokens = module._first_tokens(worker, batch, states, SimpleNamespace(logits_output=output), penalties)
-    assert tokens.tolist() == [0, 0] and seen == [(output, [0, 1])]
+    prefills = Prefills()
+    found = prefills.run(batch_of((0, 7), (0, 9), max_new_tokens=0, return_logprob=True))
+    assert found.next_token_ids.tolist() == [0, 0]
+    *before, (output, asked) = prefills.seen
+    assert before == [[7, 9], "forward", "penalized"] and output is prefills.output and asked.batch_size == 2 and asked.return_logprob
 
 
-def test_a_request_for_no_token_whose_grammar_advances_over_the_token_after_its_prompt_draws_one(monkeypatch):
-    drawn = SimpleNamespace(tokens=torch.tensor([3, 4]))
-    monkeypatch.setattr(module.RowSampler, "from_rows", lambda *given: SimpleNamespace(draw=lambda logits, positions: drawn))
-    worker, penalties = SimpleNamespace(model_runner=None), SimpleNamespace(penalize_prefill=lambda batch, logits: None)
-    none = SimpleNamespace(max_new_tokens=0)
-    reqs = [SimpleNamespace(grammar=each, sampling_params=none) for each in (None, object())]
-    batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=False)
-    result = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(2, 4)))
-    states = [SimpleNamespace(fallback=0, seed=5)] * 2
-    assert module._first_tokens(worker, batch, states, result, penalties).tolist() == [3, 4]
+def test_a_request_for_no_token_whose_grammar_advances_over_the_token_after_its_prompt_draws_one():
+    found = Prefills(drawn=[3, 2]).run(batch_of((0, 7), (0, 9), max_new_tokens=0, grammars=(None, object())))
+    assert found.next_token_ids.tolist() == [3, 2]
 
 
 def test_the_queries_of_all_are_kept():
-    reqs = [SimpleNamespace(req_pool_idx=row) for row in (1, 2)]
-    batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 40], extend_lens=[7, 5])
-    assert tuple(module._recorded_queries(batch)) == (RecordedRows(1, 0, 7, 0), RecordedRows(2, 7, 12, 40))
+    prefills = Prefills(drawn=[3, 2])
+    prefills.run(batch_of((0, 7), (40, 5)))
+    assert prefills.recorded == [RecordedRows(1, 0, 7, 0), RecordedRows(2, 7, 12, 40)]

@@ -13,7 +13,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
 from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer, SelectionInterval
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
-from sglang_ext.managers.spec_decode.grammar import UnprocessedTokens
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup

@@ -6,12 +6,12 @@ import torch
 import torch._dynamo
 from held_entries import held_entries
 from sglang.srt.layers import sampler
+from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.spec_decode import sampling
-from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, draw_with_finite_noise, select_rows
+from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SamplerCache, draw_with_finite_noise, sampling_batch
 from sglang_ext.platforms.torch_kernels import murmur_hash32
 
 DISALLOWED = {"token_ids": [3]}
@@ -48,7 +48,7 @@ PARAMS = (SamplingParams(temperature=0.5, top_p=0.9, top_k=40), SamplingParams(t
 
 
 def test_each_row_has_the_parameters_and_the_noise_of_its_request():
-    info = select_rows(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], "cpu")
+    info = sampling_batch(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], torch.device("cpu"), False).sampling_info
     assert info.temperatures.tolist() == [[0.5], [0.5]]
     assert info.sampling_seed.tolist() == [11, 11]
     assert torch.equal(info.logit_bias, torch.arange(8.0).repeat(2, 1))
@@ -56,9 +56,9 @@ def test_each_row_has_the_parameters_and_the_noise_of_its_request():
 
 
 def test_a_logit_processor_comes_along_with_its_own_request_only():
-    drafting = select_rows(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], "cpu")
+    drafting = sampling_batch(batch(PARAMS), [LogitRow(0, 11), LogitRow(0, 11)], torch.device("cpu"), False).sampling_info
     assert not drafting.has_custom_logit_processor and drafting.custom_logit_processor is None
-    own = select_rows(batch(PARAMS), [LogitRow(1, None)], "cpu")
+    own = sampling_batch(batch(PARAMS), [LogitRow(1, None)], torch.device("cpu"), False).sampling_info
     (processor, mask), = own.custom_logit_processor.values()
     assert own.has_custom_logit_processor and mask.tolist() == [True]
     assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")
@@ -158,7 +158,7 @@ def test_no_noise_of_ours_draws_a_token_that_has_no_probability(monkeypatch):
     logprobs[0, [3, 5]] = -0.7
     stocks = lambda *args: "stock's"  # noqa: E731
     deterministic = SimpleNamespace(enable_deterministic_inference=False)
-    monkeypatch.setattr(sampling, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
+    monkeypatch.setattr(get_context(), "_config_bags", {"exec": SimpleNamespace(deterministic=deterministic)})
     with torch._dynamo.config.patch(disable=True):
         assert draw_with_finite_noise(stocks, logprobs, seed, position).item() in (3, 5)
     deterministic.enable_deterministic_inference = True

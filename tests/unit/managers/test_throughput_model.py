@@ -89,7 +89,7 @@ def test_a_round_of_residents_adds_up():
     read = 16 * (16.4e9 + 4 * CONTEXT / 8) + 16.4e9 + 2 * CONTEXT
     costs = replace(H200, turnaround=0.002, token_seconds=1e-6)
     seconds = read / 4.35e12 + 0.002 + 2 * 33e-6
-    assert round_seconds(costs, 4, 2, 0, 66) == pytest.approx(seconds)
+    assert round_seconds(costs, 4, 2, 66) == pytest.approx(seconds)
     tokens = 2 * sum(0.98**k for k in range(33))
     assert throughput(costs, 0.98, 4, 0, 32, 0) == pytest.approx(tokens / seconds)
 

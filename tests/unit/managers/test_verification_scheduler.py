@@ -134,7 +134,7 @@ def test_memory_is_held_from_the_start_of_a_load_until_its_verification():
     assert admission.admit("b", 0.1, 6, 5) == VerificationSlot(6, 7), "beside it there is no room, though the link is free"
     for _ in range(5):
         admission.advance()
-    assert admission.due() == ["a"] and admission.occupancy == (0, 0.6)
+    assert admission.due() == ["a"] and (admission.link.occupancy(), admission.memory.occupancy()) == (0, 0.6)
     admission.advance()
     assert admission.due() == [] and state(admission)[0] == (0.1, 6)
 
@@ -196,11 +196,9 @@ def test_a_late_load_keeps_its_memory_and_is_due_in_the_next_iteration():
 def test_loads_that_have_not_begun_give_way_to_a_late_one_in_the_order_in_which_they_would_have_begun():
     admission = VerificationScheduler(1.0, 10.0, 12)
     admission.admit("late", 1.0, 4, 2)
-    admission.admit("running", 1.0, 4, 3)
-    admission.admit("fits", 0.5, 2, 4)
-    admission.admit("large", 0.4, 4, 4)
+    later = [admission.admit("running", 1.0, 4, 3), admission.admit("fits", 0.5, 2, 4), admission.admit("large", 0.4, 4, 4)]
     assert due_now(admission, 2) == ["late"]
-    assert [admission._planned[key].start - 2 for key in ("running", "fits", "large")] == [0, 1, 1]
+    assert [slot.start - 2 for slot in later] == [0, 1, 1]
     assert admission.late("late") == ["fits", "large"]
     check(admission)
     assert admission.admit("fits", 0.5, 2, 2) < admission.admit("large", 0.1, 4, 2)

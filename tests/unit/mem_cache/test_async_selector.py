@@ -278,23 +278,26 @@ def test_shares_are_all_requests_of_some_layers_or_some_of_one():
         assert all((ls.stop - ls.start) * (rs.stop - rs.start) <= pairs for ls, rs in found)
 
 
-def test_graphs_of_steps_and_of_verifications_share_a_table_and_only_steps_that_leave_queries_are_aimed():
+def test_graphs_of_steps_and_of_verifications_share_a_table_and_one_that_replays_leaves_the_queries_of_its_rows():
     windows, queries = QueryWindows(1, (0,), 2), torch.arange(4.0).view(4, 1, 1)
     windows.allocate(2, 1, 1, queries)
     row = (RecordedRows(1, 2, 3, 7),)
-    windows.set_step_targets(row)
+    windows.set_targets(row)
     assert windows.newest(1) is None and not windows.has_step_queries
     with windows.capturing(4, steps=True):
         windows.record(0, queries)
-    table = windows._targets
+    held = windows.held_bytes
     with windows.capturing(3):
         windows.record(0, queries[:3])
-    assert windows._targets is table and windows.has_step_queries
+    assert windows.held_bytes == held and windows.has_step_queries
     with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4 tokens.*pass the largest number of tokens first"):
         with windows.capturing(5):
             pass
-    windows.set_step_targets(row)
-    assert windows.newest(1) == 8 and table[2] > 0 and table.count_nonzero() == 1
+    windows.set_targets(row)
+    with windows.capturing(4):
+        # As a replay does.
+        windows.record(0, queries)
+    assert windows.newest(1) == 8 and windows.get(1, 8, 1)[0].item() == 2 and windows.taken == 1
 
 
 def test_places_are_read_as_long_as_no_more_than_the_spare_tokens_came_since():

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from sglang_ext.hooks.rounds import free_compressed_kv_when_full
-from sglang_ext.mem_cache.compressed import queries as query_module
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, cap_prefix_match, record_queries
+from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, cap_prefix_match, record_queries, reserve_queries
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
@@ -158,7 +157,7 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
 
 
 def test_copies_go_before_a_request_is_retracted(monkeypatch):
-    monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
+    monkeypatch.setattr("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", lambda args: 0)
     compressed_kv = make_views()
     compressed_kv.compress(1, 100)
     batch = SimpleNamespace(tree_cache=SimpleNamespace(compressed_kv=compressed_kv, residency=None, early=None, freed_full_kv=None), reqs=[])
@@ -169,7 +168,7 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads, monkeypatch):
-    monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
+    monkeypatch.setattr("sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode", lambda args: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
     tree_cache = SimpleNamespace(compressed_kv=make_views(), residency=residency, early=None, freed_full_kv=None)
     batch = SimpleNamespace(tree_cache=tree_cache, batch_is_full=True, reqs=[])
@@ -384,6 +383,9 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
-def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
-    monkeypatch.setattr(query_module, "uncached_tokens", reserve)
-    assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected
+def test_a_prefix_hit_leaves_the_query_window_to_compute(reserve, expected):
+    reserve_queries(reserve)
+    try:
+        assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected
+    finally:
+        reserve_queries(0)

@@ -165,11 +165,10 @@ def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there()
         ("none", 0, 4000, False),
     ],
 )
-def test_queries_are_kept_of_who_can_be_drafted_once_a_first_copy_is_near(monkeypatch, fallback, window, end, expected):
-    monkeypatch.setattr(FakeViews, "window", window)
-    one = state()
-    one.fallback = FALLBACK_REASONS.index(fallback)
-    assert is_compression_near(FakeViews(), one, end) == expected
+def test_queries_are_kept_of_who_can_be_drafted_once_a_first_copy_is_near(fallback, window, end, expected):
+    compressed_kv, one = FakeViews(), state()
+    compressed_kv.window, one.fallback = window, FALLBACK_REASONS.index(fallback)
+    assert is_compression_near(compressed_kv, one, end) == expected
 
 
 def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():

@@ -13,7 +13,7 @@ from sglang_ext.mem_cache import compressors
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors import LayerKV, kept_count, registry, top_positions
+from sglang_ext.mem_cache.compressors import LayerKV, catalogue, kept_count, registry, top_positions
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV, VerifyGuided
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
@@ -24,17 +24,10 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
     return random_layer(tokens, heads, group, dim, window, Rotary(1 / 10 ** torch.arange(dim // 2)))
 
 
-def test_flags_know_the_properties_of_each_built_in_method_before_its_module_is_imported():
-    # Registering a class asserts the same, and the bits and partitions of quantizers.
-    for name, method in registry.DROPPING.items():
-        found = registry.COMPRESSORS[name]
-        assert (found.name, *method[1:]) == (name, *(getattr(found, each) for each in method._fields[1:]))
-    assert [name for name in registry.PACKING if registry.QUANTIZERS[name].has_kernels != registry.PACKING[name].has_kernels] == []
-
-
-def test_each_module_of_a_method_is_in_the_registry():
+def test_each_module_of_a_method_is_in_the_catalogue_and_each_method_has_its_name():
     modules = {module.name for module in iter_modules(compressors.__path__)} - {"catalogue", "compressor", "quantizer", "registry"}
-    assert {method.target.rpartition(".")[0] for method in (*registry.DROPPING.values(), *registry.PACKING.values())} == modules
+    assert {module.__name__.rpartition(".")[2] for module in catalogue.BUILTIN_MODULES} == modules
+    assert all(method.name == name for name, method in registry.COMPRESSORS.items())
 
 
 def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():

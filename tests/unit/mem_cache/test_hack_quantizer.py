@@ -178,6 +178,6 @@ def test_partitions_that_there_are_not_are_refused_by_name(value, partition, sai
 
 
 def test_the_catalogue_knows_who_has_partitions():
-    assert catalogue.partitioned() == ("hack",) and catalogue.allowed_bits("hack") == (4, 2)
+    assert catalogue.partitioned() == ("hack",) and catalogue.QUANTIZERS["hack"].bits == (4, 2)
     assert catalogue.method("snapkv+hack", 2, 32).quantizer == Hack(2, partition=32)
     assert catalogue.method("hack").quantizer == Hack(4, partition=64)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -129,10 +131,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sglang_ext.mem_cache.compressors.kvzip.FORMAT", "0")
+def test_a_file_of_another_version_is_refused(tmp_path):
     path, _ = store(tmp_path)
-    monkeypatch.undo()
+    with safe_open(path, "pt") as opened:
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}
+    save_file(tensors, path, {**metadata, "format": "0"})
     with pytest.raises(ScoreFileError, match="format '0'.*'1'.*make it again"):
         ScoreFile.read(path)
 

@@ -15,7 +15,7 @@ from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
+from sglang_ext.mem_cache.compressed.policy import observe_step
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
 
 COVERED = 150

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import meant, packed_pool
 
-from sglang_ext.mem_cache.compressors.catalogue import allowed_bits, quantizer
+from sglang_ext.mem_cache.compressors.catalogue import QUANTIZERS, quantizer
 from sglang_ext.mem_cache.compressors.quantizer import stored_above
 from sglang_ext.mem_cache.compressors.level_quantizers import Lynx
 
@@ -38,7 +38,7 @@ def chunks(spread=1.0, bits=4):
 
 
 def test_four_bits_and_two_of_chunks_of_a_channel():
-    assert allowed_bits("lynx") == (4, 2)
+    assert QUANTIZERS["lynx"].bits == (4, 2)
     packs = quantizer("lynx", 4)
     assert packs.key_grid(64) == packs.value_grid(64) == (32, 1) and (packs.sinks, packs.recent) == (4, 0)
 

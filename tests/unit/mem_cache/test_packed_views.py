@@ -11,7 +11,6 @@ from test_compressed_kv import Allocator, Tree
 from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.mem_cache.compressed import cache
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
@@ -182,9 +181,8 @@ def test_one_decode_reads_rows_with_and_without_blocks():
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     """A prefix tree whose requests' copies are packed."""
-    monkeypatch.setattr(cache, "MIN_SHARED", 64)
     made = World(slots=1400)
     made.table.req_to_token = torch.zeros(2 * ROWS, 400, dtype=torch.int32)
     noise = torch.Generator().manual_seed(0)
@@ -193,7 +191,7 @@ def world(monkeypatch):
     made.cache.bind(CompressedKVCache(
         methods=(CompressionMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
-        layout=QuantizedLayout.for_table(packing, made.table.req_to_token),
+        layout=QuantizedLayout.for_table(packing, made.table.req_to_token), min_shared=64,
     ))
     return made
 

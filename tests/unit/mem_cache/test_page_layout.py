@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compu
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, max_unrefreshed_tail, refresh_position, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows, set_key_write_callback
-from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
+from sglang_ext.mem_cache.compressed.policy import observe_step
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 PAGE = 16

@@ -10,8 +10,8 @@ from selection_helpers import DIM, HEADS, ROTARY, attention_by_loop, noise, seen
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS, CurrentQuery, RegressedQuery, query_predictor
-from sglang_ext.mem_cache.selection.scoring import QuestScoring, top_tokens
-from sglang_ext_bench.baselines.scorings import PredictedScoring, overlap
+from sglang_ext.mem_cache.selection.scoring import top_tokens
+from sglang_ext_bench.baselines.scorings import PredictedScoring, QuestScoring, overlap
 
 SCORINGS = (*(PredictedScoring(kind()) for kind in PREDICTORS.values()), QuestScoring())
 

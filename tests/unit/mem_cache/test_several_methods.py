@@ -9,7 +9,6 @@ from test_packed_views import DIM, HEADS, views_of
 from tiered_helpers import ROWS, World, done
 
 from sglang_ext.managers.integrity import IntegrityError, check_compressed
-from sglang_ext.mem_cache.compressed import cache
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
@@ -26,9 +25,8 @@ HALF, EIGHTH, PACKED = range(3)
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     """A prefix tree with copies of a half, of an eighth, and of blocks; requests choose by ``world.asked``, by row."""
-    monkeypatch.setattr(cache, "MIN_SHARED", 64)
     made = World(slots=2400)
     made.table.req_to_token = table = torch.zeros(2 * ROWS, 400, dtype=torch.int32)
     noise = torch.Generator().manual_seed(0)
@@ -42,7 +40,7 @@ def world(monkeypatch):
     )
     made.cache.bind(CompressedKVCache(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
-        queries=QueryWindows(0, (0,), 0), layout=rows, method_index_of=made.asked.__getitem__,
+        queries=QueryWindows(0, (0,), 0), layout=rows, method_index_of=made.asked.__getitem__, min_shared=64,
     ))
     return made
 

@@ -1,6 +1,8 @@
 """Requests with one beginning read one compressed copy of it, which the prefix tree keeps."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.integrity import IntegrityError, check_draft_rows
-from sglang_ext.mem_cache.compressed import cache, compression_method, policy
+from sglang_ext.mem_cache.compressed import policy
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots
@@ -22,13 +24,12 @@ COMMON = list(range(1, 17))
 
 
 @pytest.fixture
-def world(monkeypatch):
-    monkeypatch.setattr(cache, "MIN_SHARED", 8)
+def world():
     made = World(slots=160)
     made.table.req_to_token = torch.zeros(2 * ROWS, 128, dtype=torch.int32)
     made.cache.bind(CompressedKVCache(
         methods=(CompressionMethod(create("sink-recent"), 0.5, PlainSlots(PAGE)),), token_table=made.table.req_to_token, rows=ROWS,
-        buffers=made.buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
+        buffers=made.buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0), min_shared=8,
     ))
     return made
 
@@ -48,14 +49,21 @@ def drafted_on(world, req):
     return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.num_slots].long(), 0, 0]
 
 
+@dataclass(frozen=True)
 class Odd(SinkRecent):
     """A method of somebody's own: scores as ``change`` makes them."""
 
+    change: Callable[[torch.Tensor], object] = torch.Tensor.clone
     name = "odd"
-    change = staticmethod(lambda scores: scores)
 
     def scores(self, layer):
         return self.change(super().scores(layer))
+
+
+class ShortContexts(CompressionMethod):
+    """A method that also compresses contexts that are too short to pay."""
+
+    min_context = 8
 
 
 @pytest.mark.parametrize(
@@ -68,13 +76,11 @@ class Odd(SinkRecent):
     ],
     ids=["dtype", "tokens", "transposed", "list"],
 )
-def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, monkeypatch, caplog, change, named):
+def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, caplog, change, named):
     compressed_kv = world.cache.compressed_kv
-    monkeypatch.setattr(compression_method, "MIN_CONTEXT", 8)
     done(world, COMMON)
     kept = start(world, [*COMMON, *range(90, 98)])
-    monkeypatch.setattr(Odd, "change", staticmethod(change))
-    compressed_kv.methods = (CompressionMethod(Odd(), 0.5, PlainSlots(PAGE), sparse_from=8),)
+    compressed_kv.methods = (ShortContexts(Odd(change=change), 0.5, PlainSlots(PAGE)),)
     for first in (100, 120):
         tokens = [*COMMON, *range(first, first + 8)]
         matched = len(world.match(tokens[:-1]).device_indices)
@@ -92,10 +98,9 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     world.check()
 
 
-def test_a_method_that_fails_when_the_server_tries_it_is_refused_and_named(world, monkeypatch, caplog):
+def test_a_method_that_fails_when_the_server_tries_it_is_refused_and_named(world, caplog):
     compressed_kv = world.cache.compressed_kv
-    monkeypatch.setattr(Odd, "change", staticmethod(torch.Tensor.half))
-    compressed_kv.methods = (*compressed_kv.methods, CompressionMethod(Odd(), 0.5, PlainSlots(PAGE)))
+    compressed_kv.methods = (*compressed_kv.methods, CompressionMethod(Odd(change=torch.Tensor.half), 0.5, PlainSlots(PAGE)))
     compressed_kv.compile_kernels(1)
     assert compressed_kv.refused == {"odd"} and "compressor 'odd'" in caplog.text
 

@@ -11,7 +11,7 @@ from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import check_compressed
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
-from sglang_ext.mem_cache.compressed.synchronous_selector import observe_step
+from sglang_ext.mem_cache.compressed.policy import observe_step
 from sglang_ext.mem_cache.compressors import ContextKV, top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext_bench.baselines.tova import Tova

@@ -21,11 +21,6 @@ def pretend_package(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
 
-def refuse_to_convert(gguf: Path, folder: Path) -> None:
-    """Stands in for ``convert`` where nothing may be converted."""
-    pytest.fail(f"converted {gguf} to {folder}")
-
-
 def make_gguf(folder: Path) -> Path:
     """An empty file of the right name: the readers of its content are replaced."""
     path = folder / demo_model.GGUF_NAME
@@ -106,7 +101,6 @@ def test_existing_model_is_returned_without_converting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(demo_model, "convert", refuse_to_convert)
     pretend_package(monkeypatch, None)
     assert demo_model.prepare(tmp_path) == tmp_path
 
@@ -115,7 +109,7 @@ def test_conversion_happens_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     folder = tmp_path / "models" / "demo"
     replace_readers(monkeypatch, SavedTokenizer())
     demo_model.prepare(folder, make_gguf(tmp_path))
-    monkeypatch.setattr(demo_model, "convert", refuse_to_convert)
+    replace_readers(monkeypatch, InterruptedTokenizer())
     assert demo_model.prepare(folder, make_gguf(tmp_path)) == folder
 
 

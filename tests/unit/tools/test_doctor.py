@@ -4,17 +4,19 @@ import dataclasses
 import io
 import json
 import sys
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 
-from sglang_ext.config import disaggregation_options
-from sglang_ext.doctor import __main__ as doctor, checks
+from sglang_ext.doctor import __main__ as doctor
+from sglang_ext.doctor import checks
+from sglang_ext.doctor.__main__ import CheckFunction, examine
 from sglang_ext.doctor.checks import Check
-from sglang_ext.hooks import activation as hooking, table as hooks
+from sglang_ext.hooks import table as hooks
 
 SMALL = {
     "hidden_size": 64,
@@ -52,13 +54,18 @@ def no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose device is fine, whatever runs the tests."""
-    monkeypatch.setattr(doctor, "check_device", lambda: Check("device", True, "plain CPU"))
-    monkeypatch.setattr(doctor, "check_attention_backends", lambda: Check("attention", True, "all"))
-    # No process is started for each of these tests; test_doctor_ranks.py starts some.
-    monkeypatch.setattr(doctor, "check_cache_ranks", lambda: Check("cache ranks", True, "up to 2"))
+# A machine whose device is fine, whatever runs the tests. No process is started for each of these tests; test_doctor_ranks.py starts some.
+MACHINE: Mapping[str, CheckFunction] = {
+    "device": lambda: Check("device", True, "plain CPU"),
+    "attention backends": lambda: Check("attention backends", True, "all"),
+    "cache ranks": lambda: Check("cache ranks", True, "up to 2"),
+}
+
+
+def planned(model: str | None = None, sglang: str | None = "0.5.17", **changed: CheckFunction) -> dict[str, CheckFunction]:
+    """The checks of a machine with these versions. Those of :data:`MACHINE` and ``changed`` take the place of the real ones."""
+    made = doctor.checks_for(model, sglang, "2.13.0")
+    return made | {name: check for name, check in {**MACHINE, **changed}.items() if name in made}
 
 
 def config_folder(folder: Path, config: dict[str, object]) -> str:
@@ -67,51 +74,51 @@ def config_folder(folder: Path, config: dict[str, object]) -> str:
     return str(folder)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
-    """Let these packages, and no others, be installed."""
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, **modules: str | None) -> None:
+    """Let these packages be installed, with one module each whose source is given, or not be installed at all (None)."""
+    monkeypatch.syspath_prepend(folder)
+    for name, source in modules.items():
+        package, _, module = name.partition("__")
+        if source is None:
+            monkeypatch.setitem(sys.modules, package, None)
+            continue
+        for loaded in (package, f"{package}.{module}"):
+            monkeypatch.delitem(sys.modules, loaded, raising=False)
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+        (folder / package / f"{module}.py").write_text(source)
 
-    def version(package: str) -> str:
-        if package not in versions:
-            raise PackageNotFoundError(package)
-        return versions[package]
 
-    monkeypatch.setattr(checks, "version", version)
-
-
-@pytest.mark.usefixtures("device")
 def test_a_supported_setup_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert doctor.main(["--model", config_folder(tmp_path, LLAMA)]) == 0
+    assert doctor.report(examine(planned(config_folder(tmp_path, LLAMA)))) == 0
     report = capsys.readouterr().out
     assert "0.5.17" in report and "LlamaForCausalLM" in report and "full, lossy, verified" in report
     assert "no │" not in report
 
 
-@pytest.mark.usefixtures("device")
 def test_without_a_model_the_model_is_not_judged() -> None:
-    checks = doctor.examine()
+    checks = examine(planned())
     assert all(check.ok for check in checks)
     assert "model" not in [check.name for check in checks]
 
 
-@pytest.mark.usefixtures("device")
-def test_another_sglang_version_fails_with_the_supported_one_as_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    install(monkeypatch, {"sglang": "0.5.16", "torch": "2.13.0"})
-    assert doctor.main([]) == 1
+def test_another_sglang_version_fails_with_the_supported_one_as_remedy(capsys: pytest.CaptureFixture) -> None:
+    assert doctor.report(examine(planned(sglang="0.5.16"))) == 1
     report = capsys.readouterr().out
     assert "0.5.16" in report and "sglang==0.5.17" in report and "see SGLang" in report
 
 
-def test_a_missing_sglang_is_reported_and_nothing_of_it_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"torch": "2.13.0"})
-    monkeypatch.setattr(doctor, "check_hooks", lambda: pytest.fail("looked for hooks without SGLang"))
-    checks = {check.name: check for check in doctor.examine("any")}
+def test_a_missing_sglang_is_reported_and_nothing_of_it_imported() -> None:
+    made = planned("any", sglang=None)
+    checks = {check.name: check for check in examine(made)}
     assert checks["SGLang"] == Check("SGLang", False, "not installed", checks["SGLang"].remedy)
-    assert "device" not in checks and not checks["kv modes"].ok
+    assert not {"device", "hooks", "model"} & made.keys() and not checks["kv modes"].ok
 
 
-@pytest.mark.usefixtures("device")
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert checks.package_version("no-such-package") is None and checks.package_version("sglang") == doctor.SGLANG_VERSION
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -120,22 +127,20 @@ def test_a_missing_sglang_is_reported_and_nothing_of_it_imported(monkeypatch: py
     ],
     ids=["moved", "new-signature"],
 )
-def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], problem: str
-) -> None:
-    table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
-    monkeypatch.setattr(hooks, "HOOKS", table)
-    summary, line = checks.check_hooks()
-    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(hooks.PRIVATE_NAMES)
-    assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
+def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(change: dict[str, object], problem: str) -> None:
+    table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:], *hooks.PRIVATE_NAMES)
+    found = examine({"hooks": lambda: checks.check_hooks(table, "0.5.17")})
+    summary, line, _ = found
+    assert summary.found == f"{len(table) - 1} of {len(table)} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
     assert "sglang==0.5.17" in line.remedy
-    assert doctor.main([]) == 1
+    assert doctor.report(found) == 1
 
 
 def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooking, "is_patched_fork", lambda: True)
-    (summary,) = checks.check_hooks()
+    # This module exists in the fork alone.
+    monkeypatch.setitem(sys.modules, "sglang.srt.kv_seams", SimpleNamespace(__spec__=object()))
+    (summary,) = checks.check_hooks(hooks.PRIVATE_NAMES, "0.5.17")
     assert summary.ok and summary.found.endswith("called by this patched fork")
 
 
@@ -152,7 +157,8 @@ def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsupported_models_are_named_with_the_reason(
     tmp_path: Path, config: dict[str, object], reason: str
 ) -> None:
-    check = checks.check_model(config_folder(tmp_path, config))
+    folder = config_folder(tmp_path, config)
+    check = checks.check_model(folder, checks.read_model(folder))
     assert not check.ok and reason in check.found
     assert "--kv-mode full" in check.remedy
 
@@ -161,18 +167,16 @@ def test_unsupported_models_are_named_with_the_reason(
 def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = path.format(tmp_path=tmp_path)
-    check = checks.check_model(path)
+    check = checks.check_model(path, checks.read_model(path))
     assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
 
 
-@pytest.mark.usefixtures("device")
 def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Path) -> None:
-    checks = {check.name: check for check in doctor.examine(str(tmp_path))}
+    checks = {check.name: check for check in examine(planned(str(tmp_path)))}
     assert not checks["model"].ok and str(tmp_path) in checks["model"].found
     assert "\n" not in checks["model"].found
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -196,39 +200,43 @@ def test_a_config_that_cannot_be_read_is_one_failing_line_and_the_others_stand(
     folder = config_folder(tmp_path, config)
     if isinstance(config, str):
         (tmp_path / "config.json").write_text(config)
-    (found,) = [check for check in doctor.examine(folder) if not check.ok and check.name != "kv modes"]
+    examined = examine(planned(folder))
+    (found,) = [check for check in examined if not check.ok and check.name != "kv modes"]
     assert found.name == "model" and found.remedy
     assert named in found.found and "\n" not in found.found and len(found.found) < 400
-    assert doctor.main(["--model", folder]) == 1
+    assert doctor.report(examined) == 1
     assert "LlamaForCausalLM │" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("path", ["/proc/nonexistent", "", "\0", "odd\udcff", "a/b/c", "~"])
 def test_a_path_that_is_no_model_is_one_failing_line(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [check.name for check in doctor.examine(path) if not check.ok] == ["model", "kv modes"]
+    assert [check.name for check in examine(planned(path)) if not check.ok] == ["model", "kv modes"]
+
+
+def test_the_command_prints_a_model_that_is_not_there_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert doctor.main(["--model", "/proc/nope"]) == 1
+    assert "/proc/nope: no such folder" in capsys.readouterr().out
 
 
 def test_what_the_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
-    monkeypatch.setattr(doctor, "examine", lambda model: [Check("model", True, "odd\udcff ä")])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
     monkeypatch.setenv("COLUMNS", "100")
-    assert doctor.main([]) == 0
+    assert doctor.report([Check("model", True, "odd\udcff ä")]) == 0
     assert rb"odd\udcff \xe4" in printed.getvalue()
 
 
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("name", ["check_torch", "check_hooks", "check_not_filtered", "check_attention_backends"])
-def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["torch", "hooks", "plugin selection", "attention backends", "device"])
+def test_a_check_that_fails_itself_is_a_line_and_the_others_run(name: str) -> None:
     def broken() -> Check:
-        raise KeyError("metadata\nof a package")
+        raise RuntimeError("Multiple platform plugins\nactivated")
 
-    monkeypatch.setattr(doctor, name, broken)
-    names = [check.name for check in doctor.examine()]
-    failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
-    assert len(names) == 13 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
+    found = examine(planned(**{name: broken}))
+    failing = [check for check in found if not check.ok and check.name != "kv modes"]
+    assert len(found) == 13 and [each.name for each in failing] == [name]
+    assert failing[0].found == "RuntimeError: Multiple platform plugins activated" and failing[0].remedy
 
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
@@ -238,9 +246,8 @@ def test_python_versions(minor: int, ok: bool) -> None:
     assert bool(check.remedy) is not ok
 
 
-def test_an_entry_point_that_is_not_installed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "entry_points", lambda group: ())
-    check = checks.check_entry_point("plugin", checks.PLUGIN_GROUP, checks.PLUGIN)
+def test_an_entry_point_that_is_not_installed_fails() -> None:
+    check = checks.check_entry_point("plugin", checks.PLUGIN[0], "sglang_ext.plugin:no_such_function")
     assert not check.ok and "pip install -e ." in check.remedy
 
 
@@ -288,14 +295,6 @@ def test_of_a_cpu_it_tells_the_threads_that_attention_takes(monkeypatch: pytest.
     assert checks.check_device() == Check("device", True, f"plain CPU, {told}")
 
 
-def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Check:
-        raise RuntimeError("Multiple platform plugins activated")
-
-    (check,) = doctor._guarded("device", broken)
-    assert not check.ok and "Multiple platform plugins" in check.found and check.remedy
-
-
 @pytest.mark.parametrize(
     ("cuda", "installed", "kernels", "found", "ok"),
     [
@@ -309,23 +308,20 @@ def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.Mon
 def test_a_gpu_needs_flashinfer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, installed: bool, kernels: list, found: str, ok: bool
 ) -> None:
+    install(monkeypatch, tmp_path, sgl_kernel__ops="", flashinfer__ops="" if installed else None)
     for name in kernels:
-        (tmp_path / name).touch()
-    specs = {"sgl_kernel": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "flashinfer": installed}
+        (tmp_path / "sgl_kernel" / name).touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(checks, "find_spec", specs.get)
     check = checks.check_attention_backends()
     assert (check.found, check.ok) == (found, ok)
     assert bool(check.remedy) is not ok
 
 
-@pytest.mark.usefixtures("device")
 def test_every_failing_line_has_a_remedy_and_no_other_line_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    install(monkeypatch, {"sglang": "0.4", "torch": "2.13.0"})
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
-    checks = doctor.examine(config_folder(tmp_path, MLA))
+    checks = examine(planned(config_folder(tmp_path, MLA), sglang="0.4"))
     failing = [check.name for check in checks if not check.ok]
     assert failing == ["SGLang", "plugin selection", "model", "kv modes"]
     assert all(bool(check.remedy) is not check.ok for check in checks)
@@ -348,30 +344,26 @@ def test_a_long_word_is_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture
     assert [text.replace(" ", "") for text in ("".join(found), "".join(remedy))] == [word, f"pipinstall{word}"]
 
 
-def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {"nixl": True}
-    monkeypatch.setattr(disaggregation_options, "find_spec", named.get)
-    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: None)
-    monkeypatch.setattr(checks.zmq, "has", lambda feature: feature == "curve")
+def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, nixl___api="", mooncake__engine=None)
+    monkeypatch.setattr(zmq, "has", lambda feature: feature == "curve")
     found = checks.check_transfer().found
     assert "encrypted with --kv-link-keys), nixl; not mooncake_tcp: the package mooncake is not installed: pip install" in found
 
-    def lacks(name: str) -> None:
-        raise ImportError("librdmacm.so.1: cannot open shared object file")
-
-    named["mooncake"] = True
-    monkeypatch.setattr(disaggregation_options, "import_module", lacks)
+    install(monkeypatch, tmp_path, mooncake__engine='raise ImportError("librdmacm.so.1: cannot open shared object file")')
     assert "; not mooncake_tcp: mooncake.engine does not load (ImportError: librdmacm.so.1" in checks.check_transfer().found
-    monkeypatch.setattr(disaggregation_options, "import_module", lambda name: None)
-    monkeypatch.setattr(checks.zmq, "has", lambda feature: False)
+    (tmp_path / "mooncake/engine.py").write_text("LOADED = True")
+    monkeypatch.setattr(zmq, "has", lambda feature: False)
     found = checks.check_transfer()
     assert found.ok and "no CURVE), mooncake, mooncake_tcp, nixl" in found.found and found.found.startswith("progressive (ZMQ ")
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_router_that_serve_pd_starts_is_looked_for_and_may_be_missing(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if there and name == "sglang_router" else None)
+def test_the_router_that_serve_pd_starts_is_looked_for_and_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
+) -> None:
+    install(monkeypatch, tmp_path, sglang_router__launch="" if there else None)
     found = checks.check_router()
     assert found.ok and (found.found == "sglang_router") == there
     assert there or found.found == "none, which serve_pd needs: pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
-    assert "router" in [check.name for check in doctor.examine()]
+    assert "router" in planned()

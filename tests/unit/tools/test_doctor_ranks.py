@@ -2,12 +2,14 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from sglang_ext.doctor import __main__ as doctor, checks
+from sglang_ext.doctor import __main__ as doctor
+from sglang_ext.doctor import checks
 from sglang_ext.doctor.checks import Check
 from sglang_ext.managers.cache_rank import rank_link
 
@@ -59,9 +61,9 @@ def test_a_folder_for_sockets_with_too_long_a_name_is_told(monkeypatch: pytest.M
     assert not check.ok and "TMPDIR" in check.remedy
 
 
-def test_other_modes_serve_where_ranks_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_modes_serve_where_ranks_cannot() -> None:
     failing = Check("cache ranks", False, "none", "another")
-    assert doctor.check_modes([failing]) == Check("kv modes", True, "full, lossy, verified")
+    assert doctor.examine({"cache ranks": lambda: failing}) == [failing, Check("kv modes", True, "full, lossy, verified")]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,9 @@ def test_gpus_and_which_reach_each_other(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair not in apart)
-    assert checks._devices() == told
+    assert checks.describe_gpus() == told
 
 
-def test_without_a_shared_folder_ranks_share_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(checks, "SHARED_FOLDER", tmp_path / "gone")
-    assert "which ranks do not need" in checks._memory()
-    monkeypatch.setattr(checks, "SHARED_FOLDER", tmp_path)
-    assert f"{tmp_path} with " in checks._memory()
+def test_without_a_shared_folder_ranks_share_all_the_same(tmp_path: Path) -> None:
+    assert "which ranks do not need" in checks.describe_memory(tmp_path / "gone")
+    assert f"{tmp_path} with " in checks.describe_memory(tmp_path)

@@ -1,16 +1,42 @@
 """``python -m sglang_ext.fit kvzap`` learns KVzip's scores from hidden states, and goes on where it was interrupted."""
 
+import time
+from functools import partial
+from itertools import count
+
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
 
-from sglang_ext.core import OptionError
 from sglang_ext import fit as fit_command
-from sglang_ext.tools import predictor_fit
+from sglang_ext.core import OptionError
 from sglang_ext.fit import main
-from sglang_ext.tools.predictor_fit import TrainingConfig, evaluate, load_layer, train
-from sglang_ext.mem_cache.scores import PREDICTOR_FILE, FitRecord, Predictor, model_key
+from sglang_ext.mem_cache.scores import (
+    PREDICTOR_FILE,
+    FitRecord,
+    Predictor,
+    read_checked,
+    write_checked,
+)
+from sglang_ext.tools import show_progress
+from sglang_ext.tools.predictor_fit import (
+    Sampler,
+    SamplingConfig,
+    TextSplit,
+    TrainingConfig,
+    evaluate,
+    load_layer,
+    train,
+)
+from sglang_ext.tools.predictor_fit import fit as fit_predictor
+from sglang_ext.tools.reconstruction import (
+    AttentionInputs,
+    PromptPrefix,
+    ReconstructionConfig,
+    reconstruction_scores,
+)
 
 UNKNOWN = FitRecord("m", "{}", 1, 1, (0.0,), (0.0,))
 
@@ -34,19 +60,16 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("network", ["linear", "mlp"])
-def test_scores_that_are_a_linear_map_of_the_states_are_found_again(tiny, texts, tmp_path, monkeypatch, network):
-    known = 0.05 * torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
-
-    def scores(model, encode, tokens, suffix, how, progress, inputs):
-        model.base_model(input_ids=torch.tensor([tokens]))
-        found = torch.full((2, 2, len(tokens)), float("inf"))
-        found[..., inputs.positions] = (inputs.kept() @ known.t() - 5).transpose(1, 2).exp()
-        return found
-
-    monkeypatch.setattr(predictor_fit, "reconstruction_scores", torch.no_grad()(scores))
-    assert fit(tiny, tmp_path / "out", "--network", network, "--samples", "240", "--epochs", "200", "--width", "48", *texts) == 0
-    predictor = Predictor.read(tmp_path / "out", model_key(tiny))
-    assert (predictor.layers, predictor.kv_heads, predictor.hidden_size) == (2, 2, 64)
+def test_scores_that_are_a_linear_map_of_the_states_are_found_again(tmp_path, network):
+    generator = torch.Generator().manual_seed(3)
+    known = 0.05 * torch.randn(2, 64, generator=generator)
+    paths = [tmp_path / f"{text}.safetensors" for text in ("one", "two")]
+    for path in paths:
+        states = torch.randn(2, 1000, 64, generator=generator)
+        write_checked(path, {"states": states, "targets": (states @ known.t() - 5).transpose(1, 2)}, {})
+    sampler, training = Sampler(None, "m", SamplingConfig(), tmp_path), TrainingConfig(network, width=48, epochs=200)
+    predictor = fit_predictor(sampler, training, TextSplit(paths[:1], paths[1:], 1), 2, torch.device("cpu"), lambda: None)
+    assert (predictor.layers, predictor.kv_heads, predictor.hidden_size, predictor.fitted.tokens) == (2, 2, 64, 1000)
     assert min(predictor.fitted.r2) > (0.999 if network == "linear" else 0.9)
 
 
@@ -61,17 +84,22 @@ def test_an_mlp_learns_what_no_linear_map_gives():
     assert quality["mlp"] > 0.95 and quality["linear"] < 0.1
 
 
-def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tokens(tiny, texts, tmp_path, monkeypatch):
-    original, seen = predictor_fit.reconstruction_scores, []
-    monkeypatch.setattr(predictor_fit, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
+def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tokens(tiny, texts, tmp_path):
     assert fit(tiny, tmp_path / "out", *texts) == 0
-    model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
+    # The attention of the model that scores is replaced.
+    model, scoring = (AutoModelForCausalLM.from_pretrained(tiny) for _ in range(2))
+    tokenizer, inputs = AutoTokenizer.from_pretrained(tiny), []
+    prefix, encode = PromptPrefix(), partial(tokenizer.encode, add_special_tokens=False)
+    pieces = [piece.tolist() for text in texts for piece in torch.tensor(prefix.tokens(tokenizer, text.read_text())).split(256) if len(piece) >= 128]
+    assert len(pieces) > 3, "longer texts are split"
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
-    assert len(seen) > 3, "longer texts are split"
     files = [path for path in (tmp_path / "out/work").iterdir() if not path.name.startswith("layer")]
     states, targets = load_layer(files, 1)
-    for tokens, scores in seen:
+    for tokens in pieces:
+        recorded = AttentionInputs(2, torch.arange(0))
+        with recorded.record_inputs(scoring):
+            scores = reconstruction_scores(scoring, encode, tokens, prefix.suffix(tokenizer), ReconstructionConfig(), inputs=recorded)
         with torch.inference_mode():
             model(torch.tensor([tokens]))
         distance = torch.cdist(inputs[-1], states, compute_mode="donot_use_mm_for_euclid_dist").min(dim=0)
@@ -80,21 +108,20 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
         torch.testing.assert_close(scores[1][:, distance.indices[mine]].log().t(), targets[mine], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "call"), [("reconstruction_scores", 2), ("train", 2)])
-def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny, texts, tmp_path, monkeypatch, name, call):
-    module = predictor_fit
-    original, calls = getattr(module, name), []
+@pytest.mark.parametrize(("called", "call"), [(Qwen3Model.forward, 3), (AdamW.__init__, 2)], ids=["samples", "training"])
+def test_an_interrupted_fit_goes_on_to_the_same_folder_as_one_that_was_not(tiny, texts, tmp_path, monkeypatch, called, call):
+    calls, kind = [], Qwen3Model if called is Qwen3Model.forward else AdamW
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **named):
         calls.append(1)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return original(*arguments)
+        return called(*arguments, **named)
 
-    monkeypatch.setattr(module, name, interrupted)
+    monkeypatch.setattr(kind, called.__name__, interrupted)
     assert fit(tiny, tmp_path / "again", *texts) == 130
     left = contents(tmp_path / "again")
-    assert not any(path.name == PREDICTOR_FILE or path.suffix == ".partial" for path in left)
+    assert left and not any(path.name == PREDICTOR_FILE or path.suffix == ".partial" for path in left)
     assert fit(tiny, tmp_path / "again", *texts) == 0
     monkeypatch.undo()
     assert fit(tiny, tmp_path / "once", *texts) == 0
@@ -126,14 +153,15 @@ def test_a_predictor_that_is_not_as_it_was_written_is_refused(tmp_path, harm, re
         Predictor.read(tmp_path, "m")
 
 
-def test_a_predictor_of_another_model_or_version_is_refused(tmp_path, monkeypatch):
+def test_a_predictor_of_another_model_or_version_is_refused(tmp_path):
     made = Predictor(torch.randn(1, 2, 4), torch.zeros(1, 2), UNKNOWN)
     made.write(tmp_path)
     with pytest.raises(OptionError, match="another model: m, not other"):
         Predictor.read(tmp_path, "other")
     assert torch.equal(Predictor.read(tmp_path, "m").outer, made.outer) and Predictor.read(tmp_path, "m").fitted == UNKNOWN
-    monkeypatch.setattr("sglang_ext.mem_cache.scores.PREDICTOR_FORMAT", "2")
-    with pytest.raises(OptionError, match="format '1', this version reads '2'"):
+    tensors, metadata = read_checked(tmp_path / PREDICTOR_FILE)
+    write_checked(tmp_path / PREDICTOR_FILE, tensors, metadata | {"format": "0"})
+    with pytest.raises(OptionError, match="format '0', this version reads '1'"):
         Predictor.read(tmp_path, "m")
 
 
@@ -161,14 +189,16 @@ def test_predictions_are_those_of_the_formula_in_float64(width):
     [((0.5, 0.0), "not layers 1 of held-out"), ((-0.5, float("nan")), "no layer of held-out"), ((0.5, 0.1), "")],
 )
 def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
-    fit_command._print_quality(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
+    fit_command.print_quality(FitRecord("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
     told = " ".join(capsys.readouterr().err.split())
     assert ("warning" in told) == bool(words) and words in told
     assert not words or "700 tokens of 3" in told
 
 
 def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fit_command, "EVERY", 0.0)
+    # Each look at the clock is half a minute after the one before.
+    now = count(0, 30)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
     assert fit(tiny, tmp_path / "out", *texts) == 0
     told = capsys.readouterr().err.splitlines()
     for name, last in (("scores of texts", "tokens"), ("networks", "2 of 2 layers")):
@@ -179,8 +209,8 @@ def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, caps
 
 def test_lines_come_now_and_then(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(fit_command.time, "monotonic", lambda: now[0])
-    with fit_command.show_progress(Console(stderr=True, width=200)) as begin:
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with show_progress(Console(stderr=True, width=200)) as begin:
         advance = begin("scores", 100, "tokens")
         for _ in range(100):
             now[0] += 1.0

@@ -4,13 +4,17 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
 
 from sglang_ext.mem_cache.compressors.kvzip import ScoreIndex
 from sglang_ext.mem_cache.scores import model_key
-from sglang_ext import precompress as precompress_command
 from sglang_ext.precompress import main
-from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, reconstruction_scores
+from sglang_ext.tools.reconstruction import (
+    AttentionInputs,
+    PromptPrefix,
+    ReconstructionConfig,
+    reconstruction_scores,
+)
 
 LAYERS = 2
 TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
@@ -31,22 +35,24 @@ def stored(tiny, folder):
     return ScoreIndex.open(folder, "kvzip", model_key(tiny), LAYERS, 2)
 
 
-def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, monkeypatch):
-    monkeypatch.setattr("sglang_ext.tools.reconstruction.QUERIES", 13)
-    tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
-    how = ReconstructionConfig(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
+# More than 512 queries are processed in several parts.
+@pytest.mark.parametrize(("count", "chunk"), [(70, 30), (700, 600)])
+def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, count, chunk):
+    tokens = torch.randint(5, 900, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    how = ReconstructionConfig(chunk=chunk, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
     words = {"a": [901], "bc": [902, 903]}
     scores = reconstruction_scores(AutoModelForCausalLM.from_pretrained(tiny), words.get, tokens, [904], how)
 
     eager = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64, attn_implementation="eager")
-    for begin, asked in ((0, [901, 904]), (30, [902, 903, *tokens[28:30], 904]), (60, [902, 903, *tokens[58:60], 904])):
-        end = min(begin + 30, 70)
+    for begin in range(0, count, chunk):
+        asked = [902, 903, *tokens[begin - 2 : begin], 904] if begin else [901, 904]
+        end = min(begin + chunk, count)
         with torch.inference_mode():
             found = eager(torch.tensor([tokens + asked + tokens[begin:end]]), output_attentions=True).attentions
         for layer, attention in enumerate(found):
             # Of the sinks before the chunk, the chunk and what repeats it alone.
-            seen = [*range(min(3, begin)), *range(begin, end), *range(70, attention.shape[-1])]
-            shares = attention[0, :, 70:][..., seen]
+            seen = [*range(min(3, begin)), *range(begin, end), *range(count, attention.shape[-1])]
+            shares = attention[0, :, count:][..., seen]
             shares = shares / shares.sum(-1, keepdim=True)
             expected = shares[..., min(3, begin) :][..., : end - begin].amax(1).unflatten(0, (2, 2)).amax(1)
             since = max(begin, 3)
@@ -86,7 +92,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
     found = stored(tiny, out).match([*tokens, 1, 2, 3])
     assert found.shape == (LAYERS, 2, len(tokens) // 16 * 16) and found.isfinite().any()
 
-    monkeypatch.setattr(precompress_command, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is there already"))
     assert precompress(tiny, out, document) == 0
     assert "there already" in " ".join(capsys.readouterr().err.split())
 
@@ -94,20 +100,21 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
 def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(tiny, document, tmp_path, monkeypatch):
     out, second = tmp_path / "scores", tmp_path / "second.txt"
     second.write_text(TEXT[::-1])
-    score, calls = reconstruction_scores, []
+    forward, calls = Qwen3Model.forward, []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **named):
         calls.append(1)
-        if len(calls) == 2:
+        # A document takes two forwards.
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        return score(*arguments)
+        return forward(*arguments, **named)
 
-    monkeypatch.setattr(precompress_command, "reconstruction_scores", interrupted)
+    monkeypatch.setattr(Qwen3Model, "forward", interrupted)
     assert precompress(tiny, out, document, second) == 130
     (first,) = out.iterdir()
     first.write_bytes(first.read_bytes()[:-1])
     assert precompress(tiny, out, document, second) == 0
-    assert len(calls) == 4 and len(list(out.iterdir())) == 2
+    assert len(calls) == 3 + 4 and len(list(out.iterdir())) == 2
 
 
 @pytest.mark.parametrize("system", [None, "Answer in rhyme."])

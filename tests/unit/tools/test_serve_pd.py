@@ -112,9 +112,9 @@ def test_a_port_that_is_taken_is_refused_whichever_of_the_four_it_is(port):
 
 
 def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(serve_pd, "ROUTER", "no_such_router")
+    monkeypatch.setitem(sys.modules, "sglang_router", None)
     assert serve_pd.main(["--model", "m"]) == 2
-    assert "no_such_router) is not installed: pip install --no-deps -r requirements/pd.txt" in capsys.readouterr().err
+    assert "SGLang's router (sglang_router) is not installed: pip install --no-deps -r requirements/pd.txt" in capsys.readouterr().err
 
 
 # Servers that only respond to health checks, or end by themselves.
@@ -184,12 +184,8 @@ def test_where_one_ends_all_do_and_its_last_words_are_shown(port, tmp_path):
 
 
 def test_a_server_that_ends_while_it_starts_is_named_by_its_role(port, tmp_path, monkeypatch):
-    class Ends(serve_pd.ServerProcess):
-        def __init__(self, model, flags, log, port, **named):
-            super().__init__(model, flags, log, port=port, **named)
-            self.command = [sys.executable, "-c", "print('does not fit the model'); exit(2)"]
-
-    monkeypatch.setattr(serve_pd, "ServerProcess", Ends)
+    start, ending = subprocess.Popen, [sys.executable, "-c", "print('does not fit the model'); exit(2)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **given: start(ending, **given))
     args = parsed(port, "--logs", str(tmp_path))
     with pytest.raises(CommandError, match="(?s)the prefill server: the server ended with code 2.*does not fit the model"):
         serve_pd.serve(args, serve_pd.role_flags(args))

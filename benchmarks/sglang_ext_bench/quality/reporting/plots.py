@@ -59,7 +59,7 @@ def write(path: Path, results: Results, measured_with: str) -> None:
     with drawing.png(path, (max(7, 4.5 * columns), 4.2 * len(rows) + 0.8), heading, (len(rows), columns)) as axes:
         for row, row_axes in zip(rows, np.reshape(axes, (len(rows), columns))):
             for panel, panel_axes in zip(row, row_axes):
-                _draw(panel_axes, panel)
+                draw_panel(panel_axes, panel)
             for unused in row_axes[len(row) :]:
                 unused.set_visible(False)
 
@@ -146,7 +146,8 @@ def _functional(each: ArmQuality) -> float | None:
     return each.functional_mean
 
 
-def _draw(axes: Any, panel: Panel) -> None:
+def draw_panel(axes: Any, panel: Panel) -> None:
+    """Draw the lines of a panel, with its level and its scales."""
     curves = [drawing.Curve(line.label, *zip(*line.points)) for line in panel.lines]
     has_axis = drawing.draw(axes, curves, panel.axis)
     if panel.level is not None:

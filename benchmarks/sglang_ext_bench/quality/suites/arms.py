@@ -96,7 +96,7 @@ class SuiteServer:
         if more:
             found += ["--kv-more-compressors", ",".join(arm.offer.name for arm in more if arm.offer is not None)]
         if on_gpus and offer.drop_method == Quest.name and "--page-size" not in first.flags:
-            found += ["--page-size", str(Quest.scoring.page)]
+            found += ["--page-size", str(Quest.page)]
         return tuple(found)
 
 
@@ -153,7 +153,7 @@ def selector_share(arm: SuiteArm) -> float:
     """
     drops = None if arm.offer is None else arm.offer.drop_method
     if drops == Quest.name:
-        read = 1 / Quest.scoring.page
+        read = 1 / Quest.page
     elif drops is not None and COMPRESSORS[drops].every:
         read = 0.5
     else:

@@ -152,10 +152,7 @@ def value_codes(bits: int) -> tuple[str, str]:
 
 
 def weight_codes(streams: int) -> tuple[str, str]:
-    """From float32 in the layout of a sum, whose lowest bytes are int8: B. 8 x 8 tiles of pairs from two rows are transposed.
-
-    With two streams, also takes a mask. Returns B where the mask is set, and B elsewhere.
-    """
+    """From float32 in the layout of a sum, whose lowest bytes are int8: B, transposed. With two streams, B where a mask is set, and elsewhere."""
     first, second, third, fourth = (f"${streams + place}" for place in range(4))
     lines = [
         "{ .reg .b32 t, u;",
@@ -170,16 +167,20 @@ def weight_codes(streams: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class ExactFragments:
-    """Constants of a kernel over heads of one size.
+class BlockFragments:
+    """Constants of a kernel over packed blocks and exact tokens, with heads of one size.
 
     Attributes:
         dim: Channels of keys and of values: 64 or 128.
         group: Queries that share a KV head, at most 16.
+        bits: Bits of a code.
+        cells: Cells with a block's codes.
     """
 
     dim: int
     group: int
+    bits: int
+    cells: int
 
     @property
     def columns(self) -> int:
@@ -207,19 +208,6 @@ class ExactFragments:
     def exact_paired(self) -> gl.DistributedLinearLayout:
         """As ``exact_values``, but two channels of a token are followed by two channels of the adjacent token in a fragment."""
         return self._exact_values(1)
-
-
-@dataclass(frozen=True)
-class BlockFragments(ExactFragments):
-    """Constants of a kernel over packed blocks and exact tokens.
-
-    Attributes:
-        bits: Bits of a code.
-        cells: Cells with a block's codes.
-    """
-
-    bits: int
-    cells: int
 
     @property
     def parts(self) -> int:

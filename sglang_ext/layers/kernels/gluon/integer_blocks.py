@@ -139,10 +139,7 @@ def _codes_of(words, slots, slot_units, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Start an asynchronous copy of one cell for each of ``slots`` to shared memory.
-
-    If streams are halves of a block, they share one cell of key numbers. Each stream's row then begins with its own numbers.
-    """
+    """Start an asynchronous copy of one cell for each of ``slots``. Halves of a block share a cell of key numbers; a row begins with its own."""
     column = gl.arange(0, F.value.dim, gl.SliceLayout(0, LAYOUT))[None, :]
     at = column
     if F.value.halves:

@@ -132,10 +132,8 @@ def _key_codes(words, F: gl.constexpr):
 def products_with_keys(words, queries, code_sums, F: gl.constexpr):
     """Products of query codes and key codes: int32 [tokens, columns] for each partition, from BIASED on.
 
-    Args:
-        words: int32 [cells, tokens, words] for each stream, the keys' codes.
-        queries: int8 [bytes, columns] for each part and stream, 0 in the columns of other streams.
-        code_sums: Sums of a query's codes for each partition, int32 [16, columns] with equal rows.
+    ``words``: int32 [cells, tokens, words] for each stream. ``queries``: int8 [bytes, columns] for each part and stream, 0 in the columns of other
+    streams. ``code_sums``: sums of a query's codes for each partition, int32 [16, columns] with equal rows.
     """
     STREAMS: gl.constexpr = F.value.streams
     TOGETHER: gl.constexpr = F.value.together
@@ -175,10 +173,7 @@ def _number_rows(numbers, KIND: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
-    """Products of queries with keys: float32 [tokens, columns], from :func:`products_with_keys` and :func:`numbers_of_keys`.
-
-    ``of_queries``: for each partition, float32 [columns]: scales (:func:`rounded_down`), zero points, and the factors of the keys' zero points.
-    """
+    """Products of queries with keys, float32 [tokens, columns]. ``of_queries``: scales (:func:`rounded_down`), zero points and rests."""
     scales, zeros, sums = of_keys
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
@@ -193,15 +188,10 @@ def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
 def coded_weights(scores, best, there, mask, F: gl.constexpr):
     """Quantize weights, 2 ** ``scores``, to 8 bits, as ``quantize_8bit`` of packed/integer_attention.py does.
 
-    Args:
-        scores, best: float32 [tokens, columns], and the maximum so far, float32 [columns].
-        there: Whether a column's block exists, [columns].
-        mask: int32 [tokens, columns], set where codes are the first stream's.
-
-    Returns:
-        The new maximum, the factor for older sums, and the sums of weights, [16, columns], to be added over rows. Then B of each stream, and
-        the scales and zero points, [columns] each; these zero points are the factors of the sums of value codes, once per block. Then the
-        factors of the values' zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
+    ``scores``, ``best``: float32 [tokens, columns], and the maximum so far, [columns]. ``there``: whether a column's block exists. ``mask``: int32
+    [tokens, columns], set where codes are the first stream's. Returns the new maximum, the factor for older sums, the sums of weights, [16,
+    columns], to be added over rows; B of each stream; scales and zero points, [columns], the latter once per block; the factors of the values'
+    zero points, float32, and the sums of codes, int32, both [16, columns] with equal rows.
     """
     N: gl.constexpr = F.value.columns
     ASSEMBLY: gl.constexpr = F.value.weight_assembly
@@ -258,10 +248,7 @@ def _of_channels(numbers, F: gl.constexpr):
 
 @gluon.jit
 def products_with_values(words, sides, sums, F: gl.constexpr):
-    """Products of value codes and weight codes: int32 [channels, columns] for each part, from BIASED on.
-
-    ``words``: int32 [cells, tokens, words] for each stream, the values' codes. ``sides`` and ``sums`` are of :func:`coded_weights`.
-    """
+    """Products of value codes, int32 [cells, tokens, words] for each stream, and weight codes: int32 [channels, columns] for each part."""
     codes, found = (), ()
     for stream in gl.static_range(gl.constexpr(F.value.streams)):
         codes = codes + (_value_codes(words[stream], F),)
@@ -277,11 +264,7 @@ def products_with_values(words, sides, sums, F: gl.constexpr):
 
 @gluon.jit
 def add_products(outputs, products, rescale, scale, zero, rest, numbers, F: gl.constexpr):
-    """Outputs by part, float32 [channels, columns], times ``rescale``, plus the weighted sums of values.
-
-    ``products`` are of :func:`products_with_values`; ``rescale``, ``scale``, ``zero`` and ``rest`` of :func:`coded_weights`. ``numbers``: the
-    values' scales, zero points and sums of all streams, in shared memory.
-    """
+    """Outputs by part, float32 [channels, columns], times ``rescale``, plus the weighted values. ``numbers``: the values', in shared memory."""
     STREAMS: gl.constexpr = F.value.streams
     BYTES: gl.constexpr = F.value.bytes
     LAYOUT: gl.constexpr = F.value.value_numbers

@@ -66,13 +66,7 @@ def query_sums(queries, F: gl.constexpr):
 
 @gluon.jit
 def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
-    """Products of queries with keys whose channels share a scale: float32 [tokens, columns].
-
-    Args:
-        words: int32 [cells, tokens, words], the keys' codes.
-        queries, sums: float16 [bytes, columns] for each part, and sums of their channels, float32 [columns].
-        scale, zero: In shared memory, [1, tokens].
-    """
+    """Products of queries with keys whose channels share a scale: float32 [tokens, columns]. ``scale``, ``zero``: in shared memory."""
     COUNT: gl.constexpr = F.value.bytes
     numbers = _key_numbers(words, F)
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
@@ -101,10 +95,7 @@ def _zero_products(queries, zero, HALF: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def scores_by_channel(words, queries, scale, zero, F: gl.constexpr):
-    """Products of queries with keys where half of a block's tokens share each channel's scale, divided by CODE.
-
-    Arguments are those of :func:`scores_by_token`, but ``scale`` and ``zero`` are [parts of both halves, bytes].
-    """
+    """As :func:`scores_by_token`, divided by CODE, where half of a block's tokens share a channel's scale: [parts of both halves, bytes]."""
     COUNT: gl.constexpr = F.value.bytes
     numbers = _key_numbers(words, F)
     early, late = _zero_products(queries, zero, 0, F), _zero_products(queries, zero, 1, F)
@@ -167,10 +158,7 @@ def scaled_weights(weights, scale, F: gl.constexpr):
 
 @gluon.jit
 def add_values(outputs, words, weights, F: gl.constexpr):
-    """Add the weighted values to the outputs by part and unit, float32 [bytes of a unit, columns], divided by CODE.
-
-    ``words``: int32 [cells, tokens, words] for each unit, the values' codes. ``weights``: float16 [tokens, columns] for each group.
-    """
+    """Add weighted values, ``words`` for each unit, to outputs by part and unit, float32 [bytes of a unit, columns], divided by CODE."""
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units
     LAYOUT: gl.constexpr = F.value.paired_layout

@@ -252,9 +252,8 @@ def _room(source, STAGES: gl.constexpr):
 def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, requests, count, blocks, F: gl.constexpr):
     """Attend for 128 rows of a block of one request to the codes of earlier blocks. Blocks that read most are scheduled first.
 
-    ``keys`` to ``zeros``: TMA descriptors of codes (packed/prompt_codes.py). A step is one box. ``left``: ``PrefillQueryCodes``
-    (packed/integer_prefill.py). ``out``, [tokens, heads, channels of a value], holds the output over exact tokens, and receives the output
-    over all tokens. ``requests``: ``PromptBatch.numbers`` of ``count`` requests. ``blocks``: blocks of all requests.
+    ``keys`` to ``zeros``: TMA descriptors of codes (packed/prompt_codes.py). ``left``: ``PrefillQueryCodes``. ``out`` holds the output over
+    exact tokens, and receives that over all tokens. ``requests``: ``PromptBatch.numbers`` of ``count`` requests. ``blocks``: of all requests.
     """
     P: gl.constexpr = F.value.partition
     BLOCK: gl.constexpr = F.value.block

@@ -48,10 +48,7 @@ def as_wide(numbers, like):
 
 @gluon.jit
 def numbers_of(words, ASSEMBLY: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part, in LAYOUT.
-
-    ASSEMBLY takes words of TOKENS tokens, 1 or 2.
-    """
+    """Numbers of the codes in int32 [cells, tokens, words]: float16 [cells, tokens, words, 4] for each part. ASSEMBLY takes TOKENS tokens."""
     words = gl.expand_dims(words, 3)
     # Each of a word's four numbers has the whole word as its input. One of the four input registers is the word.
     words = as_wide(words, gl.full([words.shape[0], words.shape[1], words.shape[2], 4], 0, gl.int32, LAYOUT))
@@ -101,10 +98,7 @@ def finish(lse, place, splits, best, total, F: gl.constexpr):
 
 @gluon.jit
 def store_rows(partial, place, splits, found, total, first, COUNT: gl.constexpr, F: gl.constexpr):
-    """Store the means ``found / total`` of COUNT channels from ``first`` on, if there are tokens.
-
-    ``found``: float32 [COUNT, columns], rows in the order of value_byte. ``total``: float32 [columns].
-    """
+    """Store the means ``found / total`` of COUNT channels from ``first`` on, rows in the order of value_byte, if there are tokens."""
     column = gl.arange(0, F.value.columns, gl.SliceLayout(0, SUM))[None, :]
     row = gl.arange(0, COUNT, gl.SliceLayout(1, SUM))[:, None]
     channel = first + value_byte(row, COUNT)

@@ -20,21 +20,11 @@ class Streams(NamedTuple):
     residual: torch.Tensor
 
 
-def encode(x: torch.Tensor, layout: PageLayout, slots: torch.Tensor | None = None) -> Streams:
-    """Encode the page of one tensor. See :func:`encode_page`."""
-    return encode_page([x], layout, slots)[0]
-
-
 def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout, slots: torch.Tensor | None = None) -> list[Streams]:
     """Encode a page of several tensors, such as the keys and values of all layers. Waits for the device once.
 
-    Args:
-        parts: [tokens, channels] each, or with ``slots`` pools [slots, channels], of the layout's dtype. All have the same shape and
-            strides. Numbers need not be finite.
-        slots: int64 [tokens], slots of the page's tokens.
-
-    Returns:
-        The streams of each tensor. The size of a residual of ``reference="exact"`` varies. Other sizes are the layout's.
+    ``parts``: [tokens, channels] each, or with ``slots``, int64 [tokens], pools [slots, channels], of the layout's dtype. All have the same
+    shape and strides. Numbers need not be finite. The size of a residual of ``reference="exact"`` varies. Other sizes are the layout's.
 
     Raises:
         ValueError: The tensors do not fit the layout.
@@ -66,15 +56,10 @@ def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout,
 def encode_page_into(
     parts: PageTensors, layout: PageLayout, slots: torch.Tensor, anchors: StreamBatch, residuals: StreamBatch | None = None
 ) -> None:
-    """Encode pages into existing memory, as if no page were raw. Does not wait for the device.
+    """Encode pages into existing memory, as if no page were raw (``layout`` is not ``always_raw``). Does not wait for the device.
 
-    If a stream then begins with ``RAW``, it and its residual have no meaning. Encode that page with :func:`encode_page`.
-
-    Args:
-        parts, slots: As in :func:`encode_page`.
-        layout: Not ``always_raw``.
-        anchors: Memory filled with zeros, ``coded_bytes`` each.
-        residuals: ``int8_bytes`` each. None if residuals are not needed.
+    If a stream then begins with ``RAW``, it and its residual have no meaning. Encode that page with :func:`encode_page`. ``anchors``: memory
+    filled with zeros, ``coded_bytes`` each. ``residuals``: ``int8_bytes`` each, None if they are not needed.
 
     Raises:
         ValueError: The tensors do not fit the layout.
@@ -92,21 +77,7 @@ def decode_page_from(
         ValueError: The tensors do not fit the layout.
     """
     outs.check(layout, slots)
-    _backend(outs.tensors[0]).read_streams(anchors, residuals, layout, outs, slots)
-
-
-def decode(
-    anchor: torch.Tensor,
-    residual: torch.Tensor | None,
-    layout: PageLayout,
-    out: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Decode one tensor's page into ``out``, or into a new [tokens, channels] tensor. See :func:`decode_page`."""
-    if out is None:
-        out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype, device=anchor.device)
-    decode_page([anchor], None if residual is None else [residual], layout, [out], slots)
-    return out
+    _backend(outs.tensors[0]).decode(anchors, residuals, layout, outs, slots)
 
 
 def decode_page(
@@ -118,11 +89,8 @@ def decode_page(
 ) -> None:
     """Decode a page of several tensors. Does not wait for the device.
 
-    Args:
-        anchors: uint8 [bytes] each.
-        residuals: uint8 [bytes] each, of the layout's reference. None decodes the anchors alone.
-        outs: [tokens, channels] each, or with ``slots`` pools [slots, channels]. Same requirements as in :func:`encode_page`.
-        slots: int64 [tokens], destination slots of the page's tokens.
+    ``anchors``, ``residuals``: uint8 [bytes] each; residuals of the layout's reference, None to decode the anchors alone. ``outs``: as ``parts``
+    of :func:`encode_page`; with ``slots``, int64 [tokens], the destination of the page's tokens.
 
     Raises:
         ValueError: A stream's size is not the layout's, or the tensors do not fit the layout.

@@ -156,10 +156,7 @@ def _hidden(word, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Numbers of every fourth token from token ``k`` on, as ``numbers_of`` returns them.
-
-    For bfloat16 another conversion is used, and each branch has its own MOVE. Otherwise the compiler would keep earlier results.
-    """
+    """Numbers of every fourth token from token ``k`` on, as ``numbers_of``. A MOVE of its own keeps a branch from reusing earlier results."""
     if PTX and LIKE == tl.bfloat16:
         a, c = quarters(words[0]), quarters(words[1])
         first, second = _hidden(a[k], MOVE), _hidden(c[k], MOVE)
@@ -173,16 +170,16 @@ def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.con
 
 @triton.jit
 def _scales_of(
-    words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS: tl.constexpr, LIKE: tl.constexpr, SHORT: tl.constexpr,
+    words, row, quad, there, anchor, mu_at, sigma_at, CHANNELS: tl.constexpr, LIKE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Mu and sigma of a row's chunks, float32 [quads], four of each, and whether all are clear. Marks the anchor raw if not covered."""
     low, high = extremes(words, LIKE, PTX)
     x = numbers_of(words, LIKE)
-    mu, sigma, sound = find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu1, sigma1, sound1 = find_scales(x[1], low[1], high[1], row, 4 * quad + 1, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu2, sigma2, sound2 = find_scales(x[2], low[2], high[2], row, 4 * quad + 2, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu3, sigma3, sound3 = find_scales(x[3], low[3], high[3], row, 4 * quad + 3, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu, sigma, sound = find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, mu_at, sigma_at)
+    mu1, sigma1, sound1 = find_scales(x[1], low[1], high[1], row, 4 * quad + 1, there, anchor, CHANNELS, mu_at, sigma_at)
+    mu2, sigma2, sound2 = find_scales(x[2], low[2], high[2], row, 4 * quad + 2, there, anchor, CHANNELS, mu_at, sigma_at)
+    mu3, sigma3, sound3 = find_scales(x[3], low[3], high[3], row, 4 * quad + 3, there, anchor, CHANNELS, mu_at, sigma_at)
     sound = sound & sound1 & sound2 & sound3
     tl.store(anchor, tl.full((), 1, tl.uint8), mask=tl.min(tl.where(sound, 1, 0), 0) == 0)
     clear = (sigma > tl.abs(mu) * CLEAR) & (sigma1 > tl.abs(mu1) * CLEAR)
@@ -237,14 +234,13 @@ def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE:
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def encode_tiles(
-    sources, anchors, residuals, slots, bounds, table, tokens, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
-    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr, SHORT: tl.constexpr,
+    sources, anchors, residuals, slots, bounds, table, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at,
+    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr,
     QUADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Encode one row of chunks of QUADS quads of channels of a part: the anchor, and the 8-bit residual unless ``residuals`` is None.
 
-    The first byte of an anchor stream must be 0. It becomes 1 if scales do not cover a chunk. ``bounds`` are from :func:`edges`, ``table`` is
-    from :func:`cells`, float32. STRIDE: elements from one token to the next. PTX: use NVIDIA instructions.
+    An anchor's first byte must be 0. It becomes 1 if scales do not cover a chunk. STRIDE: elements from one token to the next.
     """
     row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * QUADS
     quad = begin + tl.arange(0, QUADS)
@@ -260,7 +256,7 @@ def encode_tiles(
             source, slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX
         )
     words = a, b, c, d
-    mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
+    mu, sigma, clear = _scales_of(words, row, quad, there, anchor, mu_at, sigma_at, CHANNELS, LIKE, PTX)
     if whole & clear:
         _store_looked_up(words, mu, sigma, table, codes, rests, row, begin, own, tokens, CHANNELS, LIKE, BITS, PTX)
     else:

@@ -74,12 +74,12 @@ def bins_of(mu, sigma, codes, bounds, LIKE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _bins(
-    anchor, bounds, row, begin, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr,
-    BITS: tl.constexpr, SHORT: tl.constexpr,
+    anchor, bounds, row, begin, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """First ordinal of each code's bin, int32 [32, 64], and bits of an index."""
     channel, own = begin + tl.arange(0, BLOCK), token < tokens
-    mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, gamma_at, mu_at, sigma_at, SHORT)
+    mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, mu_at, sigma_at)
     codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, BLOCK, BITS)
     first, _, width = bins_of(mu, sigma, codes, bounds, LIKE, BITS)
     coded = (own & (token >= sinks))[:, None] & (channel < channels)[None, :]
@@ -142,15 +142,14 @@ def read_bits(source, begin, place, width, words):
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def count_units(
-    anchors, bounds, units, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
-    SHORT: tl.constexpr,
+    anchors, bounds, units, tokens, channels, sinks, scales_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Count the units of each block, int32 [parts, rows, blocks]."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row * CHUNK + tl.arange(0, CHUNK)
     _, width = _bins(
-        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
-        BITS, SHORT,
+        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE,
+        BITS,
     )  # fmt: skip
     place = (part * tl.num_programs(0) + row) * tl.num_programs(1) + block
     tl.store(units + place, (tl.sum(tl.sum(width, 1), 0) + UNIT - 1) // UNIT)
@@ -158,15 +157,15 @@ def count_units(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def write_exact(
-    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, bits_at,
-    LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
+    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, scales_at, mu_at, sigma_at, codes_at, bits_at,
+    LIKE: tl.constexpr, BITS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Write the indices of a block, ORed into zeros."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
     first, width = _bins(
-        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
-        BITS, SHORT,
+        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE,
+        BITS,
     )  # fmt: skip
     numbers = _load_page(buffer_pointer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
     ranks = to_ordinals(numbers)
@@ -178,15 +177,15 @@ def write_exact(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def read_exact(
-    anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
-    bits_at, LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
+    anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at,
+    bits_at, LIKE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Decode the numbers of a block into a pool."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
     anchor, residual = stream(anchors, part), stream(residuals, part)
     first, width = _bins(
-        anchor, bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE, BITS, SHORT
+        anchor, bounds, row, block * BLOCK, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE, BITS
     )
     begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
     index = read_bits((residual + bits_at).to(tl.pointer_type(tl.uint32)), begin, index_places(width), width, 1 << 62)

@@ -7,10 +7,8 @@ one channel. The last chunk may have fewer. A row of chunks has one chunk of eac
 The anchor stream, without gaps::
 
     header        16 bytes; the first is 0 for a page of codes, 1 for a page stored as it is ("raw"), the others 0
-    gamma         float16 [2, channels]: minimum and step of the scales; only with short scales
-    mu, sigma     float16 [rows, channels] each; with short scales see below
+    mu, sigma     float16 [rows, channels] each
     sinks         [sinks, channels] as in the pool
-    mu, sigma     uint8 [rows, channels] each; only with short scales
     codes         the planes of [tokens, channels] codes of ``bits`` bits
 
 The anchor stream of a raw page is the header and [tokens, channels] as in the pool. A page is raw if codes would not be smaller. It is
@@ -126,7 +124,6 @@ class PageLayout:
         dtype: Dtype of the pool: bfloat16, float16 or float32.
         bits: Bits of an anchor's code: 4, 3 or 2 of 8.
         sinks: Number of first tokens that the anchor stream holds exactly.
-        short_scales: mu and sigma have 8 bits instead of 16.
         reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits.
 
     Raises:
@@ -138,7 +135,6 @@ class PageLayout:
     dtype: torch.dtype
     bits: int = 4
     sinks: int = 0
-    short_scales: bool = False
     reference: str = "int8"
 
     def __post_init__(self) -> None:
@@ -166,13 +162,9 @@ class PageLayout:
 
     @cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Offset and size of each part of a coded anchor stream, in order: gamma, mu, sigma, sinks, codes."""
-        scales, count = (1, self.channels * self.rows) if self.short_scales else (2, self.channels * self.rows)
-        sizes = {"gamma": 4 * self.channels if self.short_scales else 0}
-        chunks = {"mu": scales * count, "sigma": scales * count}
-        sinks = {"sinks": self.sinks * self.channels * self.dtype.itemsize}
-        sizes |= sinks | chunks if self.short_scales else chunks | sinks
-        sizes["codes"] = self.tokens * self.channels * self.bits // 8
+        """Offset and size of each part of a coded anchor stream, in order: mu, sigma, sinks, codes."""
+        scales, sinks = 2 * self.channels * self.rows, self.sinks * self.channels * self.dtype.itemsize
+        sizes = {"mu": scales, "sigma": scales, "sinks": sinks, "codes": self.tokens * self.channels * self.bits // 8}
         offset, parts = HEADER, {}
         for name, size in sizes.items():
             parts[name] = (offset, size)
@@ -210,11 +202,7 @@ class PageLayout:
         return -(-4 * self.rows * self.blocks // UNIT) * UNIT
 
     def is_raw(self, anchor_bytes: int) -> bool:
-        """Whether an anchor stream of this size is a raw page.
-
-        Raises:
-            ValueError: It is not the size of an anchor stream of this layout.
-        """
+        """Whether an anchor stream of this size is a raw page. Raises ValueError if no anchor stream of this layout has this size."""
         if anchor_bytes == self.raw_bytes or anchor_bytes == self.coded_bytes and not self.always_raw:
             return anchor_bytes == self.raw_bytes
         allowed = f"{self.raw_bytes} (raw)" if self.always_raw else f"{self.coded_bytes}, or {self.raw_bytes} (raw)"
@@ -229,11 +217,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class PageTensors:
-    """Tensors whose pages are repeatedly encoded and decoded together. They are checked once.
-
-    Attributes:
-        tensors: [tokens or slots, channels], all of one dtype and shape with the same strides, channels contiguous.
-    """
+    """Tensors whose pages are encoded and decoded together, checked once: [tokens or slots, channels], of one dtype, shape and strides."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -286,6 +270,14 @@ class StreamBatch:
     width: int
     size: int
 
+    @classmethod
+    def empty(cls, count: int, size: int, device: torch.device) -> "StreamBatch":
+        """Memory for ``count`` streams of ``size`` bytes, with zeros between them."""
+        width = -(-size // ALIGNMENT) * ALIGNMENT
+        memory = torch.empty(count, width, dtype=torch.uint8, device=device)
+        memory[:, size:] = 0
+        return cls(memory.flatten(), torch.arange(count, device=device) * width, 0, width, size)
+
     @property
     def rows(self) -> torch.Tensor:
         """The streams, uint8 [parts, size]."""
@@ -298,11 +290,7 @@ class StreamBatch:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Addresses of tensors, int64 [tensors], on their device.
-
-    Raises:
-        ValueError: An address is not a multiple of ``ALIGNMENT``, so kernels cannot read it.
-    """
+    """Addresses of tensors, int64 [tensors], on their device. Raises ValueError if one is not a multiple of ``ALIGNMENT``."""
     found = torch.tensor([tensor.data_ptr() for tensor in tensors])
     if torch.any(found % ALIGNMENT):
         raise ValueError(f"addresses {found.tolist()}: tensors must begin at multiples of {ALIGNMENT} bytes; pass a copy")

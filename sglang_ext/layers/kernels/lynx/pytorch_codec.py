@@ -121,10 +121,7 @@ def positions(width: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, to
 
 
 def encode_indices(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """The exact residual stream, uint8 [bytes], of indices in bins and the bins' last indices, int64 [rows, 32, channels] each.
-
-    ``coded``: bool [rows, 32, 1], tokens of the page that are not sinks.
-    """
+    """The exact residual stream, uint8 [bytes], of indices in bins and last indices, int64 [rows, 32, channels]; ``coded``: bool [rows, 32, 1]."""
     width = widths(last) * coded
     place, starts = positions(width, layout)
     held, place = (index * (width > 0)).flatten(), place.flatten()
@@ -138,11 +135,7 @@ def encode_indices(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor,
 
 
 def decode_indices(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """Decode the indices, int64 [rows, 32, channels], from a stream of :func:`encode_indices`.
-
-    Raises:
-        ValueError: The stream's size is not the one that codes and scales imply.
-    """
+    """Decode the indices, int64 [rows, 32, channels], of :func:`encode_indices`. Raises ValueError if the size is not what codes and scales imply."""
     width = widths(last) * coded
     place, starts = positions(width, layout)
     expected = layout.index_bytes + UNIT * int(starts[-1])
@@ -169,11 +162,7 @@ def _coded(layout: PageLayout, device: torch.device) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """A page's chunks, float32 [rows, 32, channels].
-
-    Sinks and tokens beyond the page are replaced by other tokens of their row, in turn. A row without other tokens uses the page's
-    first token after the sinks. Mean and extremes therefore need no mask.
-    """
+    """A page's chunks, float32 [rows, 32, channels]; other tokens replace sinks and padding, so that mean and extremes need no mask."""
     coded = _coded(layout, x.device)
     count = coded.sum(1)
     if coded.all():
@@ -225,12 +214,11 @@ def _reached(
 def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor streams of adjacent pages, uint8 [parts, coded_bytes], and the residual streams of the 8-bit reference, uint8 [parts, int8_bytes].
 
-    Scales are per channel. Several tensors' pages are therefore encoded as one page with all their channels, ``x`` [tokens, parts * channels],
-    with the same number of operations. If a header says raw, the scales and codes have no meaning.
+    Scales are per channel, so several tensors are one page ``x``, [tokens, parts * channels]. A raw page's scales and codes have no meaning.
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
-    found = compute_scales(numbers, layout.short_scales)
+    found = compute_scales(numbers)
     i, above = magnitudes(numbers, found.scales, layout.bits)
     residual_bits = layout.residual_bits
     v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
@@ -240,7 +228,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
     )
     anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
-    rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
+    rows = {"mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
     stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
     stored["codes"] = _planes(codes, layout.bits, parts)
@@ -270,15 +258,7 @@ def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
     codes = unpack_planes(parts["codes"], layout.bits, layout.tokens)
     sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
-    return codes, read(parts, layout.rows, layout.short_scales), sinks
-
-
-def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """The exact residual stream, uint8 [bytes], of a page and its coded anchor."""
-    codes, scales, _ = _read_anchor(anchor, layout)
-    first, last = bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
-    index = ordinals(_chunks(x, layout).contiguous()) - first
-    return encode_indices(index, last, _coded(layout, x.device), layout)
+    return codes, read(parts, layout.rows), sinks
 
 
 def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: PageLayout) -> torch.Tensor:
@@ -323,29 +303,29 @@ def write_streams(
         rest_at.rows.copy_(rest)
 
 
-def read_streams(
-    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
-) -> None:
-    """Decode streams as :func:`decode` does."""
-    decode(anchors_at.rows, None if rest_at is None else rest_at.rows, layout, outs, slots)
-
-
 def exact_residuals(
     parts: PageTensors, found: Sequence[torch.Tensor], layout: PageLayout, slots: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors."""
-    pages = (part if slots is None else part[slots] for part in parts.tensors)
-    return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
+    streams = []
+    for part, anchor in zip(parts.tensors, found, strict=True):
+        page = part if slots is None else part[slots]
+        codes, scales, _ = _read_anchor(anchor, layout)
+        first, last = bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
+        index = ordinals(_chunks(page, layout).contiguous()) - first
+        streams.append(encode_indices(index, last, _coded(layout, page.device), layout))
+    return streams
 
 
 def decode(
-    found: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor] | None,
+    found: Sequence[torch.Tensor] | StreamBatch,
+    residuals: Sequence[torch.Tensor] | StreamBatch | None,
     layout: PageLayout,
     outs: PageTensors,
     slots: torch.Tensor | None,
 ) -> None:
     """Decode pages of coded anchors into ``outs``."""
+    found, residuals = (part.rows if isinstance(part, StreamBatch) else part for part in (found, residuals))
     for part, out in enumerate(outs.tensors):
         page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
         out[slice(None) if slots is None else slots] = page

@@ -5,25 +5,18 @@ mem_cache/host_tier/page_copies.py defines the layout of a page's host memory, i
 be corrupted. The kernels therefore never read outside the page's host memory.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer
 from sglang_ext.layers.kernels.lynx import layout as streams
-from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, from_ordinals, index_places, or_bits, read_bits, to_ordinals
-from sglang_ext.layers.kernels.lynx.layout import bounds
+from sglang_ext.layers.kernels.lynx.exact_tiles import BLOCK, UNIT, bins_of, from_ordinals, index_places, or_bits, read_bits, to_ordinals
+from sglang_ext.layers.kernels.lynx.layout import PageLayout, bounds
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK
 from sglang_ext.layers.kernels.lynx.triton_codec import LIKE, device_table
-
-if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.lynx.layout import PageLayout
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-
-BLOCK, UNIT = tl.constexpr(streams.BLOCK), tl.constexpr(8 * streams.UNIT)
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 
 @triton.jit
@@ -53,11 +46,7 @@ def _block_bins(
     cells, blocks, inline, table, row, channel, CHANNELS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     SLOTS: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """First ordinal of each number's bin, int32 [32, 64], last index of the bin, uint32, and bits of an index, from a page's packed blocks.
-
-    A block holds TOKENS tokens in SLOTS of the page's slots ``blocks``. The slots begin at ``cells``, uint8. For each head, a slot has
-    DIM numbers of LIKE, read here as bytes.
-    """
+    """First ordinal of each number's bin, int32 [32, 64], last index of the bin, uint32, and bits of an index, from a page's packed blocks."""
     SIZE: tl.constexpr = LIKE.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
     PART: tl.constexpr = DIM * BITS // 8
@@ -205,9 +194,9 @@ def read_rooms(
 
 
 def write_pages(
-    buffers: "KVBuffers",
-    layout: "PageLayout",
-    packing: "Packing",
+    buffers: KVBuffers,
+    layout: PageLayout,
+    packing: Packing,
     slots: torch.Tensor,
     blocks: torch.Tensor | None,
     rooms: torch.Tensor,
@@ -244,9 +233,9 @@ def write_pages(
 
 
 def read_pages(
-    buffers: "KVBuffers",
-    layout: "PageLayout",
-    packing: "Packing",
+    buffers: KVBuffers,
+    layout: PageLayout,
+    packing: Packing,
     rooms: torch.Tensor,
     sizes: torch.Tensor,
     slots: torch.Tensor,
@@ -261,7 +250,7 @@ def read_pages(
 
 
 def _shape(
-    buffers: "KVBuffers", layout: "PageLayout", packing: "Packing", slots: torch.Tensor, sizes: torch.Tensor
+    buffers: KVBuffers, layout: PageLayout, packing: Packing, slots: torch.Tensor, sizes: torch.Tensor
 ) -> tuple[dict, tuple[int, int, int], torch.device]:
     """Compile-time constants of the kernels, their grid, and the device."""
     layers, page_size = len(buffers.keys), len(slots) // len(sizes)

@@ -16,8 +16,6 @@ ROUNDING = 1.5 * 2**23
 BIAS, LEAST, MOST = 127, 87, 142
 # Numbers become integers below 2 ** INTEGER, so that float32 holds the sum of 32 of them. A mean is the sum divided by 2 ** SHARE.
 INTEGER, SHARE = 18, 5
-# Steps of short scales in a channel's range. Less than 255, so that rounding up fits.
-STEPS = 254
 
 
 class ChunkScales(NamedTuple):
@@ -65,48 +63,20 @@ def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
-def compute_scales(x: torch.Tensor, short: bool) -> EncodedScales:
-    """Scales of a page's chunks, float32 [rows, 32, channels]. Chunks with fewer numbers repeat some. ``short``: use scales of 8 bits."""
+def compute_scales(x: torch.Tensor) -> EncodedScales:
+    """Scales of a page's chunks, float32 [rows, 32, channels]. Chunks with fewer numbers repeat some."""
     low, high = x.amin(1), x.amax(1)
     mean = means(x, torch.maximum(low.abs(), high.abs()))
     sound = (low >= -LARGEST) & (high <= LARGEST) & mean.isfinite()
-    stored = {}
-    if short:
-        mu, sigma, stored = _short(mean, low, high)
-    else:
-        stored["mu"] = mean.half()
-        mu = stored["mu"].float()
-        sigma = rounded_up(torch.maximum(high - mu, mu - low))
-        sigma = next_up(sigma, ~covers(mu, sigma.float(), low, high))
-        stored["sigma"] = sigma
-    sigma = sigma.float()
+    short_mu = mean.half()
+    mu = short_mu.float()
+    short_sigma = rounded_up(torch.maximum(high - mu, mu - low))
+    short_sigma = next_up(short_sigma, ~covers(mu, short_sigma.float(), low, high))
+    sigma = short_sigma.float()
     sound &= (sigma <= LARGEST) & covers(mu, sigma, low, high)
-    return EncodedScales(ChunkScales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all(0))
+    return EncodedScales(ChunkScales(mu, sigma), {"mu": as_bytes(short_mu), "sigma": as_bytes(short_sigma)}, sound.all(0))
 
 
-def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
-    """Mu, sigma (float16) and the stored bytes of short scales. Both count a channel's steps, mu from the channel's minimum."""
-    least, most = low.amin(0), high.amax(0)
-    origin = torch.where(least == 0, 0.0, least).half()
-    spread = torch.maximum(most - origin.float(), origin.float() - least)
-    step = rounded_up(spread / STEPS)
-    divisor = torch.where(step > 0, step.float(), 1.0)
-    means = ((mean - origin.float()) / divisor).round().clamp(0, 255)
-    means = torch.where(step > 0, means, 0.0)
-    mu = origin.float() + step.float() * means
-    reach = torch.maximum(high - mu, mu - low)
-    reaches = torch.where(step > 0, (reach / divisor).ceil(), 0.0).clamp(0, 255)
-    reaches += ~covers(mu, (step.float() * reaches).half().float(), low, high)
-    reaches = reaches.clamp(0, 255)
-    sigma = (step.float() * reaches).half()
-    bytes_of = {"mu": means.nan_to_num().to(torch.uint8), "sigma": reaches.nan_to_num().to(torch.uint8)}
-    return mu, sigma, {"gamma": torch.stack([origin, step]), **bytes_of}
-
-
-def read(stored: dict[str, torch.Tensor], rows: int, short: bool) -> ChunkScales:
+def read(stored: dict[str, torch.Tensor], rows: int) -> ChunkScales:
     """Scales from the parts of an anchor stream that :func:`compute_scales` stored, uint8 [bytes] each."""
-    if not short:
-        return ChunkScales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))
-    origin, step = stored["gamma"].view(torch.float16).view(2, -1).float()
-    means, reaches = (stored[name].view(rows, -1).float() for name in ("mu", "sigma"))
-    return ChunkScales(origin + step * means, (step * reaches).half().float())
+    return ChunkScales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))

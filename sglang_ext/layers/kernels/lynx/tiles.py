@@ -1,4 +1,4 @@
-"""Parts that the Lynx kernels share: planes of codes, and chunks with their scales mu and sigma, in float16 or in a page's steps.
+"""Parts that the Lynx kernels share: planes of codes, and chunks with their scales mu and sigma.
 
 They give the same bits as PyTorch (scales.py, pytorch_codec.py), whether or not the compiler fuses products and sums. A product that is
 followed by a sum is exact. No result depends on the order of a reduction.
@@ -18,7 +18,7 @@ from sglang_ext.layers.kernels.lynx import scales
 CHUNK = tl.constexpr(32)
 LARGEST, ROUNDING, BIAS = tl.constexpr(scales.LARGEST), tl.constexpr(scales.ROUNDING), tl.constexpr(scales.BIAS)
 LEAST, MOST, INTEGER = tl.constexpr(scales.LEAST), tl.constexpr(scales.MOST), tl.constexpr(scales.INTEGER)
-SHARE, STEPS = tl.constexpr(scales.SHARE), tl.constexpr(scales.STEPS)
+SHARE = tl.constexpr(scales.SHARE)
 
 
 @triton.jit
@@ -67,13 +67,10 @@ def _nibbles(low, high, PTX: tl.constexpr):
 def store_plane(
     even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes.
+    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes, from quad ``begin`` on.
 
-    Args:
-        even, odd: int32 [quads, tokens]. ``even`` has the bytes of the first and third channel of a quad, ``odd`` those of the others. Each
-            int32 holds two adjacent tokens. The first token of each pair is every fourth one of a row of chunks, from token ``k`` on.
-        begin: The first quad.
-        inside, inside_next: Masks of the stores, of the first and of the second token.
+    ``even``, ``odd``: int32 [quads, tokens], bytes of the first and third channel of a quad, and of the others, of two adjacent tokens each. The
+    first is every fourth one of a row of chunks, from token ``k`` on. ``inside``, ``inside_next``: masks, of the first and the second token.
     """
     MASK: tl.constexpr = (1 << WIDTH) - 1
     # The codes of two adjacent channels share a byte. With 4 bits, one code is already in position, and the other is shifted beside it.
@@ -177,26 +174,12 @@ def covers(mu, sigma, low, high):
 
 
 @triton.jit
-def rounded_to_integer(x):
-    """Round small numbers to integers, ties to even."""
-    return (x + ROUNDING) - ROUNDING
-
-
-@triton.jit
-def load_scales(anchor, row, channel, inside, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
+def load_scales(anchor, row, channel, inside, channels, mu_at, sigma_at):
     """Load mu and sigma of a row's chunks, float32 [channels]."""
     place = row * channels + channel
-    if SHORT:
-        gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
-        origin = tl.load(gamma, mask=inside, other=0).to(tl.float32)
-        step = tl.load(gamma + channels, mask=inside, other=0).to(tl.float32)
-        means = tl.load(anchor + mu_at + place, mask=inside, other=0).to(tl.float32)
-        reaches = tl.load(anchor + sigma_at + place, mask=inside, other=0).to(tl.float32)
-        return origin + step * means, (step * reaches).to(tl.float16).to(tl.float32)
-    else:
-        mu = tl.load((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, mask=inside, other=0)
-        sigma = tl.load((anchor + sigma_at).to(tl.pointer_type(tl.float16)) + place, mask=inside, other=0)
-        return mu.to(tl.float32), sigma.to(tl.float32)
+    mu = tl.load((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, mask=inside, other=0)
+    sigma = tl.load((anchor + sigma_at).to(tl.pointer_type(tl.float16)) + place, mask=inside, other=0)
+    return mu.to(tl.float32), sigma.to(tl.float32)
 
 
 @triton.jit
@@ -210,10 +193,7 @@ def padded_tokens(row, place, tokens, sinks):
 
 @triton.jit
 def load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
-    """Load bit patterns of numbers in slots, four int32 [quads, tokens]. With 16 bits, a word has two numbers and words are repeated.
-
-    Masked elements are undefined.
-    """
+    """Load bit patterns of numbers in slots, four int32 [quads, tokens], undefined if masked. With 16 bits, a word has two numbers."""
     SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 16
     # A 32-bit product widened to 64 bits, plus a thread's own address, is one instruction.
     far = slot.to(tl.int64) * (STRIDE // (4 // SIZE))
@@ -316,39 +296,6 @@ def quarters(x):
 PATTERNS = tl.constexpr(struct.unpack("<i", struct.pack("<f", ROUNDING.value))[0] * CHUNK.value % 2**32)
 
 
-@triton.jit(do_not_specialize=("tokens", "sinks"))
-def page_gamma(
-    sources, anchors, slots, tokens, channels, sinks, gamma_at, STRIDE: tl.constexpr, LIKE: tl.constexpr, QUADS: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Compute minimum and step of a page's short scales, for QUADS quads of channels."""
-    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
-    x, anchor, there = at_address(sources, tl.program_id(1), LIKE), at_address(anchors, tl.program_id(1), tl.uint8), quad < channels // 4
-    low0 = tl.full((QUADS,), LARGEST, tl.float32)
-    low1, low2, low3, high0, high1, high2, high3 = low0, low0, low0, -low0, -low0, -low0, -low0
-    for row in range(0, tl.cdiv(tokens, CHUNK)):
-        slot = slots_of(slots, padded_tokens(row, tl.arange(0, CHUNK), tokens, sinks), PTX)
-        low, high = extremes(load_quads(x, slot, quad, there[:, None], STRIDE, PTX), LIKE, PTX)
-        low0, low1, low2, low3 = tl.minimum(low0, low[0]), tl.minimum(low1, low[1]), tl.minimum(low2, low[2]), tl.minimum(low3, low[3])
-        high0, high1 = tl.maximum(high0, high[0]), tl.maximum(high1, high[1])
-        high2, high3 = tl.maximum(high2, high[2]), tl.maximum(high3, high[3])
-    gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + 4 * quad
-    _store_gamma(gamma, low0, high0, channels, there)
-    _store_gamma(gamma + 1, low1, high1, channels, there)
-    _store_gamma(gamma + 2, low2, high2, channels, there)
-    _store_gamma(gamma + 3, low3, high3, channels, there)
-
-
-@triton.jit
-def _store_gamma(gamma, least, most, channels, there):
-    origin = tl.where(least == 0.0, 0.0, least).to(tl.float16)
-    start = origin.to(tl.float32)
-    spread = tl.maximum(most - start, start - least)
-    step = rounded_up(tl.div_rn(spread, tl.zeros_like(spread) + STEPS))
-    tl.store(gamma, origin, mask=there)
-    tl.store(gamma + channels, step.to(tl.int16).to(tl.float16, bitcast=True), mask=there)
-
-
 @triton.jit
 def _mean(x, size):
     """Means of chunks, float32 [quads]. ``size`` is the largest absolute value of each. Equals scales.py where ``size`` is finite."""
@@ -361,33 +308,16 @@ def _mean(x, size):
 
 
 @triton.jit
-def find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
+def find_scales(x, low, high, row, channel, there, anchor, channels, mu_at, sigma_at):
     """Compute the scales of a row's chunks, float32 [quads], and store them in the anchor. Also returns whether they cover the chunks."""
     place = row * channels + channel
     means = _mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
     sound = (low >= -LARGEST) & (high <= LARGEST)
-    if SHORT:
-        gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
-        origin = tl.load(gamma, mask=there, other=0).to(tl.float32)
-        step = tl.load(gamma + channels, mask=there, other=0).to(tl.float32)
-        steps = tl.where(step > 0, step, 1.0)
-        # Rounded to nearest, ties to even. The quotient of a covered page has few bits before the point.
-        quotient = tl.minimum(tl.maximum(tl.div_rn(means - origin, steps), 0.0), 255.0)
-        away = tl.where(step > 0, rounded_to_integer(quotient), 0.0)
-        mu = origin + step * away
-        reach = tl.div_rn(tl.maximum(high - mu, mu - low), steps)
-        far = tl.where(step > 0, tl.ceil(tl.minimum(tl.maximum(reach, 0.0), 255.0)), 0.0)
-        enough = covers(mu, (step * far).to(tl.float16).to(tl.float32), low, high)
-        far = tl.minimum(far + tl.where(enough, 0.0, 1.0), 255.0)
-        sigma = (step * far).to(tl.float16).to(tl.float32)
-        tl.store(anchor + mu_at + place, away.to(tl.int32).to(tl.uint8), mask=there)
-        tl.store(anchor + sigma_at + place, far.to(tl.int32).to(tl.uint8), mask=there)
-    else:
-        half = means.to(tl.float16)
-        mu = half.to(tl.float32)
-        pattern = rounded_up(tl.maximum(high - mu, mu - low))
-        pattern += tl.where(covers(mu, from_pattern(pattern), low, high), 0, 1)
-        sigma = from_pattern(pattern)
-        tl.store((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, half, mask=there)
-        tl.store((anchor + sigma_at).to(tl.pointer_type(tl.int16)) + place, pattern.to(tl.int16), mask=there)
+    half = means.to(tl.float16)
+    mu = half.to(tl.float32)
+    pattern = rounded_up(tl.maximum(high - mu, mu - low))
+    pattern += tl.where(covers(mu, from_pattern(pattern), low, high), 0, 1)
+    sigma = from_pattern(pattern)
+    tl.store((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, half, mask=there)
+    tl.store((anchor + sigma_at).to(tl.pointer_type(tl.int16)) + place, pattern.to(tl.int16), mask=there)
     return mu, sigma, (sound & (sigma <= LARGEST) & covers(mu, sigma, low, high)) | ~there

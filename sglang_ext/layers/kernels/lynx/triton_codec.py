@@ -30,7 +30,7 @@ from sglang_ext.layers.kernels.lynx.layout import (
     levels,
     max_level,
 )
-from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, page_gamma, pair_places, slots_of
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_codes, load_scales, pair_places, slots_of
 
 
 @triton.jit
@@ -61,11 +61,7 @@ def _store_quads(
     codes, rests, out, slots, meanings, mu, sigma, row, quad, inside, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr,
     FEW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode a complete row of chunks without sinks, for codes of 4 bits and numbers of 16 bits.
-
-    A thread has quads of four adjacent channels: 16 bits of each plane per token, lowest channels first. Arrays are [quads, tokens]. ``mu`` and
-    ``sigma``: float32 [quads], four of each.
-    """
+    """Decode a complete row of chunks without sinks, codes of 4 bits, numbers of 16: [quads, tokens]. ``mu``, ``sigma``: four of each."""
     COUNT: tl.constexpr = 16 if rests is None else 256
     table, four = tl.load(meanings + tl.arange(0, COUNT)), CHANNELS // 8
     for place in range(0, CHUNK, FEW):
@@ -93,14 +89,11 @@ def _store_quads(
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def decode_tiles(
-    anchors, residuals, outs, slots, meanings, tokens, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at, CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
+    anchors, residuals, outs, slots, meanings, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at, CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode one row of chunks of PAIRS pairs of channels of a part.
-
-    ``meanings``: float32, levels of codes in sigmas from mu. With residuals, the index has the code's bits, then the rest's.
-    """
+    """Decode one row of chunks of PAIRS pairs of channels of a part. ``meanings``: float32, levels by a code's bits, then the rest's."""
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2
     rests = residuals if residuals is None else at_address(residuals, part, tl.uint8)
@@ -108,16 +101,16 @@ def decode_tiles(
     if QUADS and (row * CHUNK >= sinks) & (row * CHUNK + CHUNK <= tokens):
         quad = tl.program_id(1) * (PAIRS // 2) + tl.arange(0, PAIRS // 2)
         inside = quad < CHANNELS // 4
-        mu0, sigma0 = load_scales(anchor, row, 4 * quad, inside, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-        mu1, sigma1 = load_scales(anchor, row, 4 * quad + 1, inside, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-        mu2, sigma2 = load_scales(anchor, row, 4 * quad + 2, inside, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-        mu3, sigma3 = load_scales(anchor, row, 4 * quad + 3, inside, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+        mu0, sigma0 = load_scales(anchor, row, 4 * quad, inside, CHANNELS, mu_at, sigma_at)
+        mu1, sigma1 = load_scales(anchor, row, 4 * quad + 1, inside, CHANNELS, mu_at, sigma_at)
+        mu2, sigma2 = load_scales(anchor, row, 4 * quad + 2, inside, CHANNELS, mu_at, sigma_at)
+        mu3, sigma3 = load_scales(anchor, row, 4 * quad + 3, inside, CHANNELS, mu_at, sigma_at)
         own = None if CHANNELS % (2 * PAIRS) == 0 else inside[:, None]
         mu, sigma = (mu0, mu1, mu2, mu3), (sigma0, sigma1, sigma2, sigma3)
         _store_quads(anchor + codes_at, rests, out, slots, meanings, mu, sigma, row, quad, own, CHANNELS, STRIDE, LIKE, FEW, PTX)
     else:
-        mu_even, sigma_even = load_scales(anchor, row, 2 * pair, there, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-        mu_odd, sigma_odd = load_scales(anchor, row, 2 * pair + 1, there, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+        mu_even, sigma_even = load_scales(anchor, row, 2 * pair, there, CHANNELS, mu_at, sigma_at)
+        mu_odd, sigma_odd = load_scales(anchor, row, 2 * pair + 1, there, CHANNELS, mu_at, sigma_at)
         for place in range(0, CHUNK, FEW // 2):
             token = row * CHUNK + place + tl.arange(0, FEW // 2)
             inside = (token < tokens)[None, :] & there[:, None]
@@ -143,34 +136,23 @@ PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 def anchors(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``pytorch_codec.anchors``."""
     count, device = len(parts.tensors), parts.tensors[0].device
-    found = _rows(count, layout.coded_bytes, device)
-    found[:, :HEADER] = 0
-    rest = _rows(count, layout.int8_bytes, device) if layout.reference == "int8" else None
-    _encode(parts, layout, slots, _addresses_of_rows(found), None if rest is None else _addresses_of_rows(rest))
-    return found, rest
+    found = StreamBatch.empty(count, layout.coded_bytes, device)
+    found.rows[:, :HEADER] = 0
+    rest = StreamBatch.empty(count, layout.int8_bytes, device) if layout.reference == "int8" else None
+    write_streams(parts, layout, slots, found, rest)
+    return found.rows, None if rest is None else rest.rows
 
 
 def write_streams(
     parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, anchors_at: StreamBatch, rest_at: StreamBatch | None
 ) -> None:
-    """As ``pytorch_codec.write_streams``. The anchors' memory must be filled with zeros."""
-    _encode(parts, layout, slots, anchors_at.addresses, None if rest_at is None else rest_at.addresses)
-
-
-def _encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None, targets: torch.Tensor, rest: torch.Tensor | None) -> None:
-    """Encode to the addresses of anchors, whose first byte must be 0, and of 8-bit residuals, int64 [parts] each."""
-    count, device, offsets = len(parts.tensors), parts.tensors[0].device, _offsets(layout)
-    stride, like, warps = _slot_stride(parts), LIKE[layout.dtype], QUADS // 32
-    if layout.short_scales:
-        page_gamma[(triton.cdiv(layout.channels, 4 * QUADS), count)](
-            parts.table, targets, slots, layout.tokens, layout.channels, layout.sinks, offsets[0], STRIDE=stride, LIKE=like, QUADS=QUADS,
-            PTX=PTX, num_warps=warps,
-        )  # fmt: skip
-    encode_tiles[_grid(layout, count, 4 * QUADS)](
-        parts.table, targets, rest, slots, device_table(edges, layout.bits, device), device_table(cells, layout.bits, device),
-        layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride, LIKE=like, BITS=layout.bits,
-        GREATEST=max_level(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX, num_warps=warps,
-        maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
+    """As ``pytorch_codec.write_streams``. The first byte of each anchor must be 0."""
+    device, warps = parts.tensors[0].device, QUADS // 32
+    encode_tiles[_grid(layout, len(parts.tensors), 4 * QUADS)](
+        parts.table, anchors_at.addresses, None if rest_at is None else rest_at.addresses, slots, device_table(edges, layout.bits, device),
+        device_table(cells, layout.bits, device), layout.tokens, layout.sinks, *_offsets(layout), CHANNELS=layout.channels,
+        STRIDE=_slot_stride(parts), LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=max_level(layout.bits), QUADS=QUADS, PTX=PTX,
+        num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 
@@ -181,9 +163,7 @@ def exact_residuals(
     count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
     grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    ends_of_bins, kinds = (
-        device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales},
-    )  # fmt: skip
+    ends_of_bins, kinds = device_table(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits}
     units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
@@ -203,39 +183,27 @@ def exact_residuals(
 
 
 def decode(
-    found: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor] | None,
+    found: Sequence[torch.Tensor] | StreamBatch,
+    residuals: Sequence[torch.Tensor] | StreamBatch | None,
     layout: PageLayout,
     outs: PageTensors,
     slots: torch.Tensor | None,
 ) -> None:
     """As ``pytorch_codec.decode``."""
+    # Aligned copies must exist until the kernel is launched.
     found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
-    _decode(addresses(found), None if residuals is None else addresses(residuals), layout, outs, slots)
-
-
-def read_streams(
-    anchors_at: StreamBatch, rest_at: StreamBatch | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None
-) -> None:
-    """As ``pytorch_codec.read_streams``."""
-    _decode(anchors_at.addresses, None if rest_at is None else rest_at.addresses, layout, outs, slots)
-
-
-def _decode(streams: torch.Tensor, rest: torch.Tensor | None, layout: PageLayout, outs: PageTensors, slots: torch.Tensor | None) -> None:
-    """Decode streams at addresses, int64 [parts] each."""
-    offsets = _offsets(layout)
+    streams, rest = _addresses(found), None if residuals is None else _addresses(residuals)
     page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
-    stride = outs.tensors[0].stride(0)
-    kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits}
     if rest is not None and layout.reference == "exact":
         read_exact[_grid(layout, count, BLOCK)](
-            streams, rest, outs.table, slots, device_table(bounds, layout.bits, device), stride, *page, *offsets,
-            layout.index_bytes, **kinds,
+            streams, rest, outs.table, slots, device_table(bounds, layout.bits, device), outs.tensors[0].stride(0), *page,
+            *_offsets(layout), layout.index_bytes, **kinds,
         )  # fmt: skip
         return
     meanings = device_table(levels if rest is None else _both_levels, layout.bits, device)
     decode_tiles[_grid(layout, count, 2 * PAIRS)](
-        streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels,
+        streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *_offsets(layout), CHANNELS=layout.channels,
         STRIDE=_slot_stride(outs), **kinds, PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
     )  # fmt: skip
 
@@ -258,9 +226,16 @@ def device_table(numbers: Callable[[int], tuple[float, ...]], bits: int, device:
     return torch.tensor(numbers(bits), device=device)
 
 
-def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _aligned(streams: Sequence[torch.Tensor] | StreamBatch) -> Sequence[torch.Tensor] | StreamBatch:
     """The streams, or aligned copies of streams that are not aligned."""
+    if isinstance(streams, StreamBatch):
+        return streams
     return [stream.clone() if stream.data_ptr() % ALIGNMENT else stream for stream in streams]
+
+
+def _addresses(streams: Sequence[torch.Tensor] | StreamBatch) -> torch.Tensor:
+    """Addresses of aligned streams, int64 [parts]."""
+    return streams.addresses if isinstance(streams, StreamBatch) else addresses(streams)
 
 
 def _slot_stride(parts: PageTensors) -> int:
@@ -271,23 +246,10 @@ def _slot_stride(parts: PageTensors) -> int:
     return stride
 
 
-def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
-    """Memory for streams, uint8 [parts, size]. Each is aligned, with zeros between streams."""
-    width = triton.cdiv(size, ALIGNMENT) * ALIGNMENT
-    rows = torch.empty(parts, width, dtype=torch.uint8, device=device)
-    rows[:, size:] = 0
-    return rows[:, :size]
-
-
-def _addresses_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Addresses of the rows, int64 [parts]."""
-    return torch.arange(len(rows), device=rows.device) * rows.stride(0) + rows.data_ptr()
-
-
 def _grid(layout: PageLayout, parts: int, columns: int) -> tuple[int, int, int]:
     return layout.rows, triton.cdiv(layout.channels, columns), parts
 
 
 def _offsets(layout: PageLayout) -> tuple[int, ...]:
-    """Offsets of gamma, mu, sigma, sinks and codes."""
-    return tuple(layout.parts[name][0] for name in ("gamma", "mu", "sigma", "sinks", "codes"))
+    """Offsets of the header's end, mu, sigma, sinks and codes. Kernels do not read the first; without it their compiled code would change."""
+    return HEADER, *(layout.parts[name][0] for name in ("mu", "sigma", "sinks", "codes"))

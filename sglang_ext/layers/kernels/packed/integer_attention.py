@@ -5,14 +5,11 @@ partition, a row of either matrix is ``scale * code + zero``, so that a product 
 
     s_a s_b sum(a' b')  +  z_b s_a sum(a')  +  z_a s_b sum(b')  +  P z_a z_b
 
-Only the first sum is over products of codes, an integer product. The sums of codes in the other terms are stored beside the codes
-(summation elimination). The result equals that of the dequantized rows, except for float32 rounding. :func:`product` computes it in
-PyTorch.
+Only the first sum is over products of codes. The sums of codes in the other terms are stored beside the codes (summation elimination).
+The result equals that of the dequantized rows, except for float32 rounding. :func:`product` computes it in PyTorch.
 
-:func:`integer_splits` is the kernel that packed_decode.py launches: softmax over one split of a row that begins with packed partitions. A
-step is one partition of values, with as many tokens. Scores are products of key codes and query codes, one for each partition of
-channels. The weights of a step are quantized too. The scales, the zero points and the sums of a step are in one cell each, because there
-are as many as channels.
+A step of the kernel :func:`integer_splits` is one partition of values, with as many tokens. Scores are products of key codes and query codes,
+one for each partition of channels. The weights of a step are quantized too. Its scales, zero points and sums are in one cell each.
 """
 
 from typing import NamedTuple
@@ -22,22 +19,18 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, scaled_queries, softmax_step, store_split
-from sglang_ext.layers.kernels.packed.pack_blocks import quantize_stochastic
+from sglang_ext.layers.kernels.packed.pack_blocks import ROUNDING, quantize_stochastic
 
 # Codes of rows that are quantized for one product: 8 bits, from the smallest int8 on.
 LAST_CODE, FIRST_CODE = tl.constexpr(255), tl.constexpr(-128)
 # The smallest scale. Numbers that hardly differ all get the first code.
 SMALLEST_SCALE = tl.constexpr(1e-30)
-# Adding ROUNDING to a small float32 rounds it to an integer, ties to even, which the lowest bits of the sum hold.
-ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 class Partitioned(NamedTuple):
     """Quantized rows: ``scale * code + zero``, in partitions along the last dimension. The last partition may be shorter.
 
-    Attributes:
-        codes: int8 [..., rows, length].
-        scale, zero, sums: float32 [..., rows, partitions]; ``sums`` are of each partition's codes, integers.
+    ``codes``: int8 [..., rows, length]. ``scale``, ``zero``, ``sums``: float32 [..., rows, partitions]; ``sums`` are of codes, integers.
     """
 
     codes: torch.Tensor
@@ -47,13 +40,10 @@ class Partitioned(NamedTuple):
 
 
 def quantize_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
-    """Quantize rows, for example queries or softmax weights, to 8 bits, rounded to the nearest code.
+    """Quantize rows, float32 [..., rows, length], finite, for example queries or softmax weights, to 8 bits, rounded to the nearest code.
 
-    Args:
-        rows: float32 [..., rows, length], finite.
-        partition: Numbers that share a scale. The last partition may have fewer.
-        from_zero: The first code means 0, not the partition's minimum. Numbers must not be negative. Softmax weights of prompts use it,
-            because their kernel computes no minimum.
+    ``partition``: numbers that share a scale; the last may have fewer. ``from_zero``: the first code means 0, not the partition's minimum; numbers
+    must not be negative. Softmax weights of prompts use it, because their kernel computes no minimum.
     """
     length = rows.shape[-1]
     # The last number pads the last partition. That changes no range.
@@ -122,9 +112,8 @@ def _query_codes(
 def query_codes(queries: torch.Tensor, partition: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize queries, contiguous [requests, heads, dim], times ``scaling``, to 8 bits, in partitions along their channels.
 
-    Returns:
-        Codes, int8, shaped like ``queries``, and float32 [3, requests, heads, partitions]. These are the scales, the zero points, and the
-        factors of the keys' zero points (equation 4): ``scale * sum of codes + partition * zero point``.
+    Returns codes, int8, shaped like ``queries``, and float32 [3, requests, heads, partitions]: scales, zero points, and the factors of the keys'
+    zero points (equation 4), ``scale * sum of codes + partition * zero point``.
     """
     requests, heads, dim = queries.shape
     codes, count = torch.empty_like(queries, dtype=torch.int8), dim // partition
@@ -159,11 +148,7 @@ def _scores(
     q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Products of a step's keys with the queries: float32 [tokens, rows].
-
-    Query codes ``q`` and key bytes ``raw`` are by WIDTH channels, query parameters ``scales``, ``zeros`` and ``rests`` by partition. Sums of
-    codes are read at ``sums_at`` if STORED, else computed.
-    """
+    """Products of a step's keys with the queries, float32 [tokens, rows]. Codes ``q`` and bytes ``raw`` are by WIDTH channels."""
     COUNT: tl.constexpr = DIM // PARTITION
     PART: tl.constexpr = DIM * BITS // 8
     TOKENS: tl.constexpr = raw[0].shape[0]
@@ -194,10 +179,7 @@ def _scores(
 
 @triton.jit
 def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
-    """The weighted values of a step: float32 [rows, channels].
-
-    Codes are int8: ``p``, [rows, tokens], with parameters [rows, 1], and ``codes``, [tokens, channels], with parameters [channels], float32.
-    """
+    """The weighted values of a step, float32 [rows, channels]. Codes are int8: ``p`` [rows, tokens], and ``codes`` [tokens, channels]."""
     scaled = tl.dot(p, codes, out_dtype=tl.int32).to(tl.float32) * p_scale * scale[None, :]
     return scaled + p_rest * zero[None, :] + p_zero * (scale * sums)[None, :]
 
@@ -218,11 +200,7 @@ def _integer_part(
     BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr,
     VALUE_CELL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks [first, last) of a request's row.
-
-    Bytes, numbers and sums begin at the head's cells. ``key_slot`` and ``value_slot`` are bytes from one slot to the next. Query ``codes``
-    and ``parameters`` (:func:`query_codes`) begin at the KV head's first query. ``heads`` is the number of queries in all.
-    """
+    """Softmax over the blocks [first, last) of a request's row. Buffers begin at the head's cells, queries at the KV head's first."""
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // PARTITION
     CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
@@ -330,10 +308,7 @@ def integer_splits(
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, EXACT_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of one request's row, for the queries of a KV head.
-
-    STORED: read the stored sums. EXACT_TAIL: read tokens after the blocks exactly, instead of quantizing them at each step.
-    """
+    """Attend to one split of a row, for a KV head. STORED: read stored sums. EXACT_TAIL: read tokens after the blocks exactly."""
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)

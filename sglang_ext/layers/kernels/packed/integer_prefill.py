@@ -35,11 +35,8 @@ NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.flo
 class PrefillQueryCodes(NamedTuple):
     """Query codes that the first kernel stores for the second. Each tensor begins with [tokens, heads].
 
-    Attributes:
-        codes: int8, one per channel.
-        scales: float32, one per partition.
-        terms: float16, factors of the keys' terms.
-        sums: float32, log2 of the sum of exact tokens' weights.
+    ``codes``: int8, one per channel. ``scales``: float32, one per partition. ``terms``: float16, factors of the keys' terms. ``sums``: float32, log2
+    of the sum of exact tokens' weights.
     """
 
     codes: torch.Tensor
@@ -68,8 +65,7 @@ class PrefillQueryCodes(NamedTuple):
 def is_supported_shape(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
     """Whether the kernels support a shape: on Hopper, partitions of 64 or 128, and a block's rows that fill programs.
 
-    ``capability``: None for devices other than NVIDIA GPUs. ``partition``: channels of a key that share a scale. ``block``: tokens that are
-    packed as one block. ``group``: query heads that share a KV head.
+    ``capability``: None for other devices. ``block``: tokens of a block. ``group``: query heads that share a KV head.
     """
     return capability is not None and capability[0] == HOPPER[0] and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
 
@@ -81,11 +77,7 @@ def is_supported(prompts: PromptBatch, queries: torch.Tensor, keys: torch.Tensor
 
 
 def attend_to_codes(prompts: PromptBatch, codes: PromptCodes, left: PrefillQueryCodes, out: torch.Tensor) -> None:
-    """Add the attention over codes to an output over exact tokens. Does nothing without codes. Does not wait for the device.
-
-    ``left``: query codes from the first kernel. ``out``: [tokens, heads, dim of a value], holds the output over exact tokens, and receives the
-    output over all tokens.
-    """
+    """Add the attention over codes to ``out``, [tokens, heads, dim of a value], which holds that over exact tokens. ``left``: codes of queries."""
     if not prompts.total:
         return
     packing, (kv_heads, _, _, partition) = prompts.packing, codes.keys.shape
@@ -137,11 +129,7 @@ LONG_TILES = (PrefillTile(128, 8, 2), *TILES)
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check that the kernels support the channels and dtypes of a layer's buffers, [slots, kv_heads, dim].
-
-    Raises:
-        OptionError: Names the value, the allowed values, and the remedy.
-    """
+    """Check channels and dtypes of a layer's buffers, [slots, kv_heads, dim]. Raises OptionError with the value, the allowed ones, and the remedy."""
     remedy = "pass --kv-prefill exact"
     for kind, buffer in (("keys", keys), ("values", values)):
         if buffer.shape[-1] not in DIMS:
@@ -160,12 +148,9 @@ def integer_prefill(
 ) -> torch.Tensor:
     """Causal attention of prompts' newest tokens: [tokens, heads, dim of a value], in the dtype of the queries. Does not wait for the device.
 
-    Args:
-        prompts: The prompts, and how their codes are computed.
-        queries: [tokens, heads, dim], of the newest tokens of each prompt, one prompt after another.
-        keys, values: The layer's buffers, [slots, kv_heads, dim], which contain these tokens.
-        layer, first_head: Indices in the model. They determine the rounding noise.
-        scaling: Factor on query-key products, positive.
+    ``queries``: [tokens, heads, dim], of the newest tokens of each prompt, one prompt after another. ``keys``, ``values``: the layer's buffers,
+    [slots, kv_heads, dim], which contain these tokens. ``layer``, ``first_head``: indices in the model, which determine the rounding noise.
+    ``scaling`` is positive.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.

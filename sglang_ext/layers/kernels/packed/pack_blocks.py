@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.gpu_launch import buffer_pointer, dtype_name, launch_first_fitting
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts import block_layout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
@@ -190,10 +191,9 @@ def pack_tiles(
     DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, FINDING: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Pack ``BLOCKS`` blocks of one head, whose scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
+    """Pack ``BLOCKS`` blocks of one head, whose scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels. SUMS: store sums of codes, too.
 
-    ``bounds`` and FINDING are the quantizer's. ``layers`` are the layers' numbers in the model, ``lane`` is the noise lane of layer 0 and the
-    first head. PART channels are rotated at a time; below DIM, the rotation is read again for each block. SUMS: blocks hold sums of codes.
+    ``layers``: the layers' numbers in the model; ``lane``: noise lane of layer 0. Below DIM, PART channels are rotated at a time, in each block.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -252,27 +252,8 @@ class PackedBlocks(Protocol):
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
-    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
 
-
-class LayerBuffers(Protocol):
-    """The buffers of a pool's layers, and their addresses: what kernels read of :class:`KVBuffers`."""
-
-    @property
-    def keys(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def values(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def key_table(self) -> torch.Tensor: ...
-    @property
-    def value_table(self) -> torch.Tensor: ...
-    @property
-    def layer_table(self) -> torch.Tensor: ...
-    @property
-    def first_head(self) -> int: ...
-
-
-def can_pack(packing: PackedBlocks, buffers: LayerBuffers) -> bool:
+def can_pack(packing: PackedBlocks, buffers: KVBuffers) -> bool:
     """Whether the kernels support this packing and these buffers. PyTorch supports all."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     finding = packing.quantizer.finding
@@ -283,7 +264,7 @@ def can_pack(packing: PackedBlocks, buffers: LayerBuffers) -> bool:
 
 def pack_blocks(
     packing: PackedBlocks,
-    buffers: LayerBuffers,
+    buffers: KVBuffers,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
@@ -294,44 +275,27 @@ def pack_blocks(
     Unused bytes of cells keep their content. PyTorch writes zeros there. All layers of ``buffers`` have the same shape, strides and dtype. None
     of ``targets`` is a source.
     """
-    tables = (buffers.key_table, buffers.value_table)
-    kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
-    kept = kept.contiguous()
-    for is_value, ((table, like, layout), rotation) in enumerate(zip(kinds, packing.rotations(kept.device), strict=True)):
+    kept, device = kept.contiguous(), kept.device
+    layers, heads, tokens = kept.shape
+    finding, tables = packing.quantizer.finding, (buffers.key_table, buffers.value_table)
+    kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), packing.rotations(device), strict=True)
+    for is_value, (table, like, layout, rotation) in enumerate(kinds):
         rotation = None if rotation is None else rotation.contiguous()
         drawn = seeds, buffers.layer_table, block_layout.lane(0, buffers.first_head, bool(is_value))
-        _launch(table, like, layout, packing, (kept, sources, targets), rotation, drawn)
+        blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
+        bounds, warps = packing.quantizer.bounds_on(device, layout.dim), WARPS if like.element_size() * layout.tokens <= 128 else WIDE_WARPS
 
+        def launch(part: int) -> None:
+            pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
+                table, like, kept, sources, targets, rotation, bounds, *drawn, blocks, like.stride(0), like.stride(1), HEADS=heads,
+                DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
+                SLOTS=packing.block_slots, BLOCKS=share, PART=part, FINDING=finding, SUMS=layout.sums, num_warps=warps,
+                num_stages=STAGES, enable_fp_fusion=finding != "stochastic",
+            )  # fmt: skip
 
-def _launch(
-    table: torch.Tensor,
-    like: torch.Tensor,
-    layout: BlockLayout,
-    packing: PackedBlocks,
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rotation: torch.Tensor | None,
-    drawn: tuple[torch.Tensor | None, torch.Tensor, int],
-) -> None:
-    """Pack keys or values. ``places``: kept, sources, targets. ``drawn``: seeds, layer numbers, first noise lane."""
-    kept = places[0]
-    layers, heads, tokens = kept.shape
-    blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
-    finding, bounds = packing.quantizer.finding, packing.quantizer.bounds_on(kept.device, layout.dim)
+        def what() -> str:
+            return f"packing KV of {layout.dim} channels a head in {dtype_name(like.dtype)}"
 
-    warps = WARPS if like.element_size() * layout.tokens <= 128 else WIDE_WARPS
-
-    def launch(part: int) -> None:
-        pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
-            table, like, *places, rotation, bounds, *drawn, blocks, like.stride(0), like.stride(1), HEADS=heads,
-            DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-            SLOTS=packing.block_slots, BLOCKS=share, PART=part, FINDING=finding, SUMS=layout.sums,
-            num_warps=warps, num_stages=STAGES, enable_fp_fusion=finding != "stochastic",
-        )  # fmt: skip
-
-    parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
-
-    def what() -> str:
-        return f"packing KV of {layout.dim} channels a head in {dtype_name(like.dtype)}"
-
-    key = ("pack", layout, rotation is None, finding, like.dtype, like.device)
-    launch_first_fitting(parts, launch, key, what, "pass --kv-compressor kivi")
+        key = ("pack", layout, rotation is None, finding, like.dtype, like.device)
+        parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
+        launch_first_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

@@ -66,13 +66,9 @@ def parameters(
 ):  # fmt: skip
     """Scale and zero point of each part for a tile of one block, alternating: eight tensors. Missing parts repeat another part's.
 
-    Args:
-        numbers: The head's first cell, as float16.
-        table: The block's slots that hold its scales, then its zero points.
-        first: Index, within the block, of the first scale to load. The others are in the same cell.
-        offset: Channel within a part. ``first`` and ``offset`` are broadcast, without the tile axis along which scales are equal.
-        COUNT, CELL: Scales of a block, and numbers in a cell.
-        PART, UNIT: Channels of a part, and channels that share a scale.
+    ``table``: the block's slots that hold its scales, then its zero points. ``first``: index of the first scale to load, in the block; the others
+    are in the same cell. ``offset``: channel within a part. Both lack the tile axis along which scales are equal. COUNT, CELL: scales of a block,
+    and numbers in a cell. PART, UNIT: channels of a part, and channels that share a scale.
     """
     s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0)
     s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
@@ -100,8 +96,7 @@ def dequantize(
 ):  # fmt: skip
     """Dequantize a tile of bytes of one block into four tiles of LIKE: those of the ``8 // BITS`` parts, repeated.
 
-    ``raw``, uint8, has three axes; scales and zero points (:func:`parameters`) are equal along ``AXIS``. ``levels`` has the value of each code,
-    for TABLE. FAST uses NVIDIA instructions: LIKE is then float16, BITS is 2 or 4, and there is no table.
+    ``raw``, uint8, has three axes; scales and zero points are equal along ``AXIS``. FAST: LIKE is float16, BITS 2 or 4, without a table.
     """
     s0, z0 = _broad(s0, z0, AXIS, BITS, FAST)
     if BITS == 8:
@@ -167,12 +162,7 @@ def _packed_part(
     KEY_TOKENS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_TOKENS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     TABLE: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks [first, last) of a request's row.
-
-    Bytes and numbers begin at the head's cells. ``key_slot`` and ``value_slot`` are bytes from one slot to the next. Key scales are shared
-    by KEY_TOKENS tokens of a channel, or by all KEY_UNIT channels of a token. Value scales are shared by VALUE_TOKENS tokens of a
-    channel, or by VALUE_UNIT channels of a token.
-    """
+    """Softmax over the blocks [first, last) of a request's row. Buffers begin at the head's cells; strides of slots are in bytes."""
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // STEP
     CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS

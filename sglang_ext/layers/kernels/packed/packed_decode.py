@@ -1,13 +1,9 @@
 """Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
 
-The first splits of a request read its packed blocks. The other splits read its exact tokens. A second kernel merges the splits by
-log-sum-exp. It keeps the outputs of packed and of exact tokens apart if the former must be rotated back.
-
-The kernel for the splits depends on the blocks. For blocks with sums of codes it is gluon/integer_blocks.py if :func:`integer_fragments`
-accepts them, else integer_attention.py. For other blocks it is gluon/packed_blocks.py if :func:`fragments` accepts them, else
-packed_attention.py. Some blocks have no kernel (:func:`check_readable`).
-
-With integer products (HACK, arXiv 2502.03589), tokens that do not fill a partition of values yet are exact tokens, too.
+The first splits of a request read its packed blocks, the others its exact tokens. A second kernel merges them by log-sum-exp. It keeps
+the outputs of packed and of exact tokens apart if the former must be rotated back. Blocks with sums of codes are multiplied as integers
+(HACK, arXiv 2502.03589) by gluon/integer_blocks.py if :func:`integer_fragments` accepts them, else by integer_attention.py. Other blocks are
+read by gluon/packed_blocks.py if :func:`fragments` accepts them, else by packed_attention.py. Some have no kernel (:func:`check_readable`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +15,23 @@ import torch
 import triton
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.flash_decoding import DecodeTile, SplitOutputs, tile_choices
+from sglang_ext.layers.kernels.flash_decoding import DecodeTile, RowSplits, tile_choices
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS, PackedFragments
 from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
 from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
 from sglang_ext.layers.kernels.gluon.packed_blocks import packed_splits_gluon
-from sglang_ext.layers.kernels.gpu_launch import capability, gpu_name, has_ptx, launch_first_fitting, padded_size, shape_name
+from sglang_ext.layers.kernels.gpu_launch import (
+    capability,
+    gpu_name,
+    has_ptx,
+    has_tensor_cores,
+    multiplies_integers,
+    padded_size,
+)
 from sglang_ext.layers.kernels.packed.integer_attention import integer_splits, query_codes
-from sglang_ext.layers.kernels.packed.pack_blocks import PackedBlocks
 from sglang_ext.layers.kernels.packed.packed_attention import packed_splits
 from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
+from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 
 # Tuned on an H200: programs of one warp are fastest. Tokens per step: BY_TOKEN if a token's channels share a key scale, BY_CHANNEL if
 # tokens of a channel do, EXACT for exact tokens.
@@ -41,48 +44,39 @@ GLUON_OPTIONS = {"num_warps": 1}
 
 
 @dataclass(frozen=True)
-class PackedAttentionCall:
+class PackedAttentionCall(RowSplits):
     """Arguments of all kernels over packed blocks.
 
     Attributes:
         rotated: Queries, rotated as the packed keys are.
-        parts: Partial results of the splits.
+        rows: Token table and its row stride, row of each request, slots of each, and slots with blocks by row.
     """
 
-    packing: PackedBlocks
-    queries: torch.Tensor
+    packing: Packing
     rotated: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
     rows: tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]
     scaling: float
-    parts: SplitOutputs
 
-    @property
-    def group(self) -> int:
-        """Queries that share a KV head."""
-        return self.queries.shape[1] // self.keys.shape[1]
-
-    def grid(self, rows: int) -> tuple[int, int, int]:
-        """Grid for programs of ``rows`` queries of a KV head."""
-        return self.parts.num_splits, self.keys.shape[1] * triton.cdiv(self.group, rows), len(self.queries)
-
-    def launch(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
+    def launch_packed(self, name: str, choices: Sequence[DecodeTile], with_tile: Callable[[DecodeTile], None]) -> None:
         """Launch the kernel ``name`` with the first of ``choices`` that fits the GPU. Raises OptionError if none fits."""
-        packing, keys = self.packing, self.keys
+        packing = self.packing
 
-        def what() -> str:
-            method, about = type(packing.quantizer).__name__.lower(), shape_name(keys.shape[2], self.group, keys.dtype)
-            return f"attention over tokens in {packing.keys.bits} bits ({method}) with {about}"
+        def work() -> str:
+            return f"attention over tokens in {packing.keys.bits} bits ({type(packing.quantizer).__name__.lower()})"
 
-        key = (name, packing.keys, packing.values, self.group, keys.dtype, keys.device)
-        launch_first_fitting(choices, with_tile, key, what, "pass --kv-compressor snapkv")
+        self.launch((name, packing.keys, packing.values), choices, with_tile, work, "pass --kv-compressor snapkv")
 
     @property
-    def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
+    def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, *tuple[int, ...]]:
         """The output buffers of the splits and the arguments that follow them in all kernels."""
-        steps = *self.keys.stride()[:2], *self.values.stride()[:2]
-        return self.parts.partial, self.parts.lse, self.scaling, *steps
+        return self.partial, self.lse, self.scaling, *self.strides
+
+    def block_constants(self, tile: DecodeTile) -> dict[str, int]:
+        """Constants and options for the Triton kernels."""
+        key, value = self.packing.keys, self.packing.values
+        blocks = {"BITS": key.bits, "BLOCK_TOKENS": key.tokens, "BLOCK_SLOTS": self.packing.block_slots, "CODE_CELLS": key.code_cells}
+        cells = {"KEY_CELL": key.cell_bytes // 2, "VALUE_CELL": value.cell_bytes // 2}
+        return {"EXACT": self.splits[1], "N": min(EXACT, tile.tokens), **blocks, **cells, **self.constants(tile)}
 
 
 def launch_gluon(call: PackedAttentionCall, constants: PackedFragments | IntegerFragments) -> None:
@@ -92,35 +86,31 @@ def launch_gluon(call: PackedAttentionCall, constants: PackedFragments | Integer
     kernel, queries = (integer_splits_gluon, (call.queries,)) if is_integer else (packed_splits_gluon, (call.queries, call.rotated))
     kernel[call.grid(call.group)](
         *queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
-        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+        *call.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
 
 
 def launch_triton(call: PackedAttentionCall, fast: bool) -> None:
     """Launch the kernel of packed_attention.py. ``fast`` sets FAST of ``dequantize``, if the method allows it."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
-    dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
+    by_channel = max(key.grid.tokens, value.grid.tokens) > 1
     key_levels, value_levels = call.packing.levels(keys.device)
     table = key_levels is not None
     # Without a table the kernel does not read the levels. Any tensor will do.
-    levels = (key_levels, value_levels) if table else (call.parts.lse, call.parts.lse)
+    levels = (key_levels, value_levels) if table else (call.lse, call.lse)
 
     def with_tile(tile: DecodeTile) -> None:
         packed_splits[call.grid(tile.rows)](
             call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
-            values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=call.group, M=tile.rows,
-            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=padded_size(key.token_bytes),
-            VALUE_COLUMNS=padded_size(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
-            BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
-            VALUE_CELL=value.cell_bytes // 2, KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
+            values.view(torch.float16), *levels, *call.rows, *call.outcome, COLUMNS=padded_size(key.token_bytes),
+            VALUE_COLUMNS=padded_size(value.token_bytes), KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
             VALUE_TOKENS=value.grid.tokens, VALUE_UNIT=value.grid.channels, TABLE=table,
-            FAST=fast and key.bits < 8 and not table, STEP=tile.tokens, EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens),
-            num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
+            FAST=fast and key.bits < 8 and not table, STEP=tile.tokens, num_warps=WARPS, **call.block_constants(tile),
         )  # fmt: skip
 
     # If tokens share scales, a step has whole groups of them.
     choices = tile_choices(call.group, PACKED_ROWS, BY_CHANNEL if by_channel else BY_TOKEN, STAGES, fewest_rows=8)
-    call.launch("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)
+    call.launch_packed("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)
 
 
 # Minimum bytes of an int8 product along its inner dimension, and minimum channels along another dimension.
@@ -135,7 +125,7 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
     Benchmarks set ``stored_sums`` to false to compute the sums of codes in each step, and ``exact_tail`` to quantize values after the blocks.
     """
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
-    partition, dim = key.grid.channels, key.dim
+    partition = key.grid.channels
     # Channels that are in one part of bytes and in one partition.
     width = gcd(partition, key.token_bytes)
     views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
@@ -144,17 +134,14 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
     def with_tile(tile: DecodeTile) -> None:
         integer_splits[call.grid(tile.rows)](
             call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
-            HEADS=keys.shape[1], GROUP=call.group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PARTITION=partition,
-            WIDTH=width, COLUMNS=max(INNER, width), VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)),
-            BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells,
-            KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, EXACT=call.parts.splits[1],
-            N=min(EXACT, tile.tokens), STORED=stored_sums, EXACT_TAIL=exact_tail, num_warps=max(1, partition // WARP_TOKENS),
-            num_stages=tile.stages, **call.parts.shape,
+            PARTITION=partition, WIDTH=width, COLUMNS=max(INNER, width),
+            VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)), STORED=stored_sums, EXACT_TAIL=exact_tail,
+            num_warps=max(1, partition // WARP_TOKENS), **call.block_constants(tile),
         )  # fmt: skip
 
     # A step is one partition of values.
     choices = [tile for tile in tile_choices(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
-    call.launch("integers", choices, with_tile)
+    call.launch_packed("integers", choices, with_tile)
 
 
 # Programs of one warp per multiprocessor: two in each of its four partitions, which have 16,384 registers.
@@ -190,27 +177,13 @@ def _exact(parts: int) -> int:
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
 # Integer kernel: (channels of a head, bits of a code), and maximum queries for partitions of 64 and of 128.
 INTEGERS, MOST_INTEGER_QUERIES, MOST_HALVED_QUERIES = ((128, 4), (128, 2), (64, 4)), 8, 4
-# Compute capability of an A100.
-AMPERE = (8, 0)
 
 
-def has_tensor_cores(keys: torch.Tensor) -> bool:
-    """Whether ``keys`` are on an NVIDIA GPU with the instructions of gluon/packed_blocks.py."""
-    found = capability(keys)
-    return found is not None and found >= AMPERE
-
-
-def multiplies_integers(keys: torch.Tensor) -> bool:
-    """Whether Triton compiles integer products on the device of ``keys``. False for NVIDIA GPUs below 8.0."""
-    found = capability(keys)
-    return found is None or found >= AMPERE
-
-
-def fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> PackedFragments | None:
+def fragments(packing: Packing, keys: torch.Tensor, group: int) -> PackedFragments | None:
     """The constants of the Gluon kernel for ``group`` queries per KV head. None if it does not support the blocks or the device.
 
     It supports codes of all bits in 16-bit pools, with heads of 64 or 128 channels. It does not support codes that index a table of
-    levels, or values whose tokens share scales. ``keys`` and ``values`` are one layer's buffers, [slots, kv_heads, dim].
+    levels, or values whose tokens share scales. ``keys`` is a layer's buffer, [slots, kv_heads, dim].
     """
     key, value = packing.keys, packing.values
     plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
@@ -225,7 +198,7 @@ def fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, g
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
-def integer_fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
+def integer_fragments(packing: Packing, keys: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel for integer products. None if it does not support the blocks or the device.
 
     It supports 16-bit pools. Partitions of 64: heads of 128 channels in 4 or 2 bits, or of 64 channels in 4 bits, with up to 8 queries per
@@ -244,14 +217,14 @@ def integer_fragments(packing: PackedBlocks, keys: torch.Tensor, values: torch.T
     return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
-def max_resident_programs(packing: PackedBlocks, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+def max_resident_programs(packing: Packing, keys: torch.Tensor, group: int) -> int | None:
     """Programs of a Gluon kernel that run at the same time. None if neither Gluon kernel supports the blocks."""
-    if not (fragments(packing, keys, values, group) or integer_fragments(packing, keys, values, group)):
+    if not (fragments(packing, keys, group) or integer_fragments(packing, keys, group)):
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * RESIDENT
 
 
-def check_readable(packing: PackedBlocks, keys: torch.Tensor) -> None:
+def check_readable(packing: Packing, keys: torch.Tensor) -> None:
     """Check that a kernel reads such blocks of a layer's buffer ``keys``.
 
     Raises:
@@ -284,7 +257,7 @@ def check_readable(packing: PackedBlocks, keys: torch.Tensor) -> None:
 
 
 def packed_decode(
-    packing: PackedBlocks,
+    packing: Packing,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -297,15 +270,10 @@ def packed_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Args:
-        packing: How blocks are packed.
-        queries: [requests, heads, dim].
-        keys, values: One layer's buffers, [slots, kv_heads, dim].
-        token_table: int32 [rows, width]. A row holds the slots of its blocks, then those of its exact tokens.
-        rows, lengths: int64 [requests], rows of the table, and slots of each.
-        packed_slots: int32 [rows], slots with blocks at the start of each row; 0 for none.
-        scaling: Factor on query-key products, positive.
-        splits: Number of splits of the blocks, and of the exact tokens. They are read in parallel.
+    ``queries``: [requests, heads, dim]. ``keys``, ``values``: one layer's buffers, [slots, kv_heads, dim]. ``token_table``: int32 [rows, width]; a
+    row holds the slots of its blocks, then those of its exact tokens. ``rows``, ``lengths``: int64 [requests], rows of the table, and slots of
+    each. ``packed_slots``: int32 [rows], slots with blocks at the start of each row; 0 for none. ``scaling`` is positive. ``splits``: number of
+    splits of the blocks, and of the exact tokens, which are read in parallel.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU, or no kernel reads such blocks (:func:`check_readable`).
@@ -315,9 +283,8 @@ def packed_decode(
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
-    parts = SplitOutputs(queries, values.shape[2], splits)
-    call = PackedAttentionCall(packing, queries, rotated, keys, values, table, scaling, parts)
-    constants = integer_fragments(packing, keys, values, call.group) or fragments(packing, keys, values, call.group)
+    call = PackedAttentionCall(queries, keys, values, splits, packing, rotated, table, scaling)
+    constants = integer_fragments(packing, keys, call.group) or fragments(packing, keys, call.group)
     if constants is not None:
         launch_gluon(call, constants)
     elif packing.keys.sums:
@@ -325,6 +292,6 @@ def packed_decode(
     else:
         launch_triton(call, fast=has_ptx(keys) and keys.element_size() == 2)
     if to_values is None:
-        return parts.merged_output()
-    far, near = parts.separate_outputs()
+        return call.merged_output()
+    far, near = call.separate_outputs()
     return (far @ to_values.t() + near).to(queries.dtype)

@@ -127,11 +127,9 @@ def prefill_tiles(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
     COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend for M rows of a block of one request. Blocks that read most are scheduled first.
+    """Attend for M rows of a block of one request. Blocks that read most are scheduled first. ``scaling``: times log2(e).
 
-    ``blocks``: blocks with codes, of all requests. ``scaling``: factor on query-key products, times log2(e). ``left``: None, or
-    ``PrefillQueryCodes`` for another kernel that attends to codes; ``out`` is then the mean of the exact tokens' values. STORED: read the
-    stored sums of codes; otherwise each step computes them.
+    ``left``: None, or ``PrefillQueryCodes`` for the kernel that attends to codes; ``out`` is then the mean of the exact tokens' values.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     # One load gives each thread one scale. Otherwise each thread would load the scales of all its scores.

@@ -98,8 +98,7 @@ class PromptCodes(NamedTuple):
     """Codes of one layer's keys and values of whole blocks, one request after another. ``tokens`` is the number of all tokens.
 
     Attributes:
-        keys: int8 [kv_heads, partitions of channels, tokens, partition].
-        key_scales: float32 [kv_heads, partitions of channels, tokens].
+        keys: int8 [kv_heads, partitions of channels, tokens, partition]; ``key_scales``: float32, without the last dimension.
         key_terms: float16 [kv_heads, tokens, padded terms]: TERMS of each partition, then zeros.
         values: int8 [kv_heads, partitions of tokens, dim, partition]. The pairs of each 16 tokens are in the order 0, 4, 1, 5, 2, 6, 3, 7.
         value_scales: float32 [kv_heads, partitions of tokens, dim].

@@ -18,7 +18,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSI
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
 from sglang_ext.managers.kv_transfer.progressive.page_codec import BenchCodec, PageCodec, PlacedPage, RawCodec, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, LinkSettings
+from sglang_ext.managers.kv_transfer.wire import LinkError, LinkSettings
 from sglang_ext.mem_cache.scores import model_folder, model_key
 from sglang_ext.named_classes import NAMED, load_class
 
@@ -99,9 +99,7 @@ def metadata_mismatch(metadata: RoomMetadata, settings: LinkSettings, aux_sizes:
 
 
 def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
-    """Create the codec whose streams restore ``reference``, a value of ``--kv-reference``.
-
-    ``bench`` names the class of a codec that a benchmark compares with, instead: a value of ``--kv-bench-codec``.
+    """Create the codec of a value of ``--kv-reference``, or of ``--kv-bench-codec`` if one is given.
 
     Raises:
         LinkError: The codec does not support such a pool.
@@ -114,11 +112,7 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
 
 
 def bench_codec(value: str) -> type[BenchCodec]:
-    """Load the codec that a value of ``--kv-bench-codec`` names.
-
-    Raises:
-        OptionError: The value names no class, or a class that is not a codec. The message has the remedy.
-    """
+    """Load the codec that a value of ``--kv-bench-codec`` names. Raise ``OptionError`` if it names no codec's class."""
     setting = f"--kv-bench-codec is {value!r}"
     if NAMED.fullmatch(value) is None:
         raise OptionError(
@@ -129,24 +123,21 @@ def bench_codec(value: str) -> type[BenchCodec]:
     return load_class(value, setting, BenchCodec)
 
 
-def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:
-    """Compile the codec's kernels by a run on slot 0, which belongs to no request, for parts of ``layers``.
-
-    Otherwise the first pages would wait seconds for each kernel. ``writes``: whether this server also writes pages.
-    """
+def compile_kernels(codec: PageCodec, writes: bool) -> None:
+    """Compile the codec's kernels, also those that write pages if ``writes``, by a run on slot 0, which belongs to no request."""
     with codec.pool.use_stream():
-        for tensor in codec.pool.tensors(layers.first, layers.count):
+        for tensor in codec.pool.tensors:
             # Codecs refuse values that are not finite.
             tensor[0] = 0
         slots = torch.zeros(codec.page_size, dtype=torch.int64, device=codec.pool.device)
         # With sinks, and without.
         for page in (PlacedPage(0, slots), PlacedPage(codec.page_size, slots)):
-            encoded = codec.start(page, layers)()
+            encoded = codec.encode(page)
             if codec.has_residual:
                 for kinds in ({"residual": False}, {"anchor": False}):
-                    codec.start(page, layers, **kinds)()
+                    codec.start(page, **kinds)()
             if writes:
-                codec.write_anchor(page, layers, encoded.anchor)
+                codec.write_anchor(page, encoded.anchor)
                 if codec.has_residual:
-                    codec.write_residual(page, layers, encoded.anchor, encoded.residual)
+                    codec.write_residual(page, encoded.anchor, encoded.residual)
         codec.pool.synchronize()

@@ -29,28 +29,21 @@ MIN_QUEUED_ANCHORS = 4
 DEPTH = 3
 # Seconds between checks for free space.
 POLL_SECONDS = 0.005
+# Seconds after which an unreachable peer without rooms is dropped. A restarted decode rank has another endpoint.
+FORGET_SECONDS = 60.0
 
 
 class DecodePeer:
-    """Rooms that this rank sends to one decode rank. All methods may be called from any thread, and none blocks.
+    """Rooms that this rank sends to one decode rank over ``link``, which it closes. All methods may be called from any thread; none blocks.
 
-    Args:
-        link: Link to the decode rank. The peer closes it.
-        most_before_residuals, most_encoded: Held bytes above which residuals wait, and above which everything waits.
-        free_bytes: Returns how many more bytes all peers of the process may hold. A peer holds at most as much as is still free. So each of
-            n busy peers holds at most 1/(n + 1) of the limit, and another peer finds as much.
+    ``free_bytes`` returns how many more bytes all peers of the process may hold. A peer holds at most as much as is still free. So each of
+    n busy peers holds at most 1/(n + 1) of the limit, and another peer finds as much. Residuals wait above ``most_before_residuals`` bytes.
     """
 
     def __init__(
-        self,
-        link: Link,
-        most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS,
-        most_encoded: int = MAX_ENCODED_BYTES,
-        *,
-        free_bytes: Callable[[], float] = lambda: math.inf,
+        self, link: Link, free_bytes: Callable[[], float] = lambda: math.inf, most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS
     ) -> None:
-        self._free_bytes = free_bytes
-        self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
+        self._link, self._free_bytes, self._most_before_residuals = link, free_bytes, most_before_residuals
         # For the encoder thread: a room, and a function that starts its next pages.
         self._work: queue.SimpleQueue[tuple[RoomEncoder, Callable[[], None]] | None] = queue.SimpleQueue()
         # Used by the encoder thread: pages that were started without their residual.
@@ -79,9 +72,9 @@ class DecodePeer:
         record: bytes | None,
         ready: "torch.cuda.Event | None" = None,
     ) -> None:
-        """Send the next pages of an open room; a record ends the room. The KV of the pages must be kept until the room succeeds or ends.
+        """Send the next pages of an open room, int64 [tokens] slots or encoded bytes; a record ends the room.
 
-        Pages are slots, int64 [tokens], or bytes that are encoded already. Their KV is complete after the CUDA event ``ready``.
+        The KV of the pages is complete after the CUDA event ``ready``. It must be kept until the room succeeds or ends.
         """
         self._work.put((room, partial(self._start_all, room, pages, record, ready)))
 
@@ -90,7 +83,7 @@ class DecodePeer:
         room.cancel(self._link, reason)
 
     def unreachable_seconds(self, now: float) -> float:
-        """Return the seconds since the decode rank was first seen unreachable; 0 while it answers, or while bytes are queued for it."""
+        """Return for how long the decode rank is unreachable, in seconds; 0 while it answers, or while bytes are queued for it."""
         if self._link.connected or self._link.queued_bytes:
             self._gone_since = None
             return 0.0
@@ -123,7 +116,7 @@ class DecodePeer:
         if ready is not None:
             ready.synchronize()
         for slots in pages:
-            while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
+            while not (room.is_closed or self._closing or self._has_space(room, Stream.ANCHOR, MAX_ENCODED_BYTES)):
                 time.sleep(POLL_SECONDS)
             if room.is_closed or self._closing:
                 return
@@ -191,35 +184,30 @@ class DecodePeer:
         return begun + self._link.queued_bytes
 
     def _has_space(self, room: RoomEncoder, stream: Stream, most: int) -> bool:
-        """Return whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit.
-
-        A peer that holds nothing may always encode one page. A stream that the room does not have needs no space.
-        """
+        """Return whether a stream of a page may be encoded: this peer then holds at most ``most`` bytes, and all peers at most their limit."""
         held, size = self.held_bytes, room.most_bytes(stream)
-        # Residuals may use only their share (most / most_encoded) of the free bytes.
-        return not held or not size or held + size <= min(most, self._free_bytes() * most / self._most_encoded)
+        # A peer that holds nothing may always encode one page. A stream that the room does not have needs no space. Residuals may use only
+        # their share of the free bytes.
+        return not held or not size or held + size <= min(most, self._free_bytes() * most / MAX_ENCODED_BYTES)
 
 
 class DecodePeers:
-    """The decode ranks that a prefill rank sends to, by endpoint.
+    """The decode ranks that a prefill rank sends to, by endpoint. Together they hold at most ``most_in_all`` encoded bytes."""
 
-    Args:
-        forget_seconds: Seconds after which an unreachable peer without rooms is dropped. A restarted decode rank has another endpoint.
-        most_in_all: Limit on the encoded bytes of all peers together.
-    """
-
-    def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0, most_in_all: int = MAX_TOTAL_BYTES) -> None:
-        self._connect, self._forget_seconds, self._most_in_all = connect, forget_seconds, most_in_all
+    def __init__(
+        self, connect: Callable[[str], Link], most_in_all: int = MAX_TOTAL_BYTES, most_before_residuals: int = MAX_BYTES_BEFORE_RESIDUALS
+    ) -> None:
+        self._connect, self._most_in_all, self._most_before_residuals = connect, most_in_all, most_before_residuals
         self._peers: dict[str, DecodePeer] = {}
 
     def open(self, endpoint: str, room: RoomEncoder) -> DecodePeer:
         """Open a room at the peer of an endpoint, and return the peer. Raise ``LinkError`` if it takes no rooms."""
         now = time.monotonic()
         for other, peer in list(self._peers.items()):
-            if peer.refused or peer.unreachable_seconds(now) > self._forget_seconds:
+            if peer.refused or peer.unreachable_seconds(now) > FORGET_SECONDS:
                 self._peers.pop(other).close()
         if endpoint not in self._peers:
-            self._peers[endpoint] = DecodePeer(self._connect(endpoint), free_bytes=self.free_bytes)
+            self._peers[endpoint] = DecodePeer(self._connect(endpoint), self.free_bytes, self._most_before_residuals)
         self._peers[endpoint].open(room)
         return self._peers[endpoint]
 

@@ -14,6 +14,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Protocol
 
 from msgspec import Meta
@@ -32,14 +33,12 @@ class RoomMetadata(Message, tag="metadata"):
 
     Attributes:
         version: ``CONTROL_VERSION`` of the decode side. The fields stay the same in all versions, so that any two versions can refuse each other.
-        host, port: Address of the decode rank's control socket, for replies.
-        endpoint: Endpoint of its link server.
+        host, port, endpoint: Address of the decode rank's control socket, for replies, and endpoint of its link server.
         settings: ``LinkSettings`` of its end of links in MessagePack, in that version's format.
         aux_sizes: Bytes per row of each buffer of an auxiliary record, then the maximum bytes of the queries that may follow it
             (rooms.py).
         prefix, tokens: Prompt tokens whose KV the decode side already has, and all prompt tokens.
-        link_room: Random number of this attempt to receive the room. Several requests may have the same room, so links and all later
-            messages name the attempt by this number.
+        link_room: Random number of this attempt to receive the room, which links and all later messages use.
         coded: Begin and end of the prompt tokens to transfer as quantized KV, in whole blocks. Equal if there are none.
     """
 
@@ -73,10 +72,9 @@ class Failed(Message, tag="failed"):
 
 
 def retry_room(room: int, rid: str) -> int:
-    """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks.
+    """Return the room in which a request is prefilled again, 1 to 2**63 - 1; the same on all ranks, and another for each ``rid``.
 
-    The first sender may still wait in the old room, where it would be matched with the attempt for the new sender. The outputs of a request
-    with ``n`` > 1 share a room. Prefilled again, each gets its own room, derived from ``rid``.
+    The first sender may still wait in the old room, where it would be matched with the attempt for the new sender.
     """
     digest = hashlib.blake2b(f"{room} {rid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) % (1 << 63) or 1
@@ -126,12 +124,11 @@ class Handshakes:
         """Add a sender. Match it with an unmatched attempt at its room, if there is one."""
         with self._lock:
             attempts = [each for each in self._attempts if each.room == sender.room]
-            # Prefer an attempt that has not ended, then one with the same number of tokens.
-            attempts.sort(key=lambda each: (isinstance(each, Abort), isinstance(each, RoomMetadata) and each.tokens != sender.tokens))
             if not attempts:
                 self._senders.append(sender)
                 return
-            attempt = attempts[0]
+            # Prefer an attempt that has not ended, then one with the same number of tokens.
+            attempt = min(attempts, key=lambda each: (isinstance(each, Abort), getattr(each, "tokens", None) != sender.tokens))
             self._attempts.remove(attempt)
             if isinstance(attempt, RoomMetadata):
                 self._matched[attempt.link_room] = sender
@@ -155,43 +152,40 @@ class Handshakes:
 
     def take(self, message: RoomMetadata | Abort) -> None:
         """Handle a message of the decode side."""
-        if isinstance(message, RoomMetadata):
-            self._take_metadata(message)
-        else:
-            self._take_abort(message)
-
-    def _take_metadata(self, metadata: RoomMetadata) -> None:
-        dropped = reason = None
         with self._lock:
-            sender = self._pop_sender(metadata.room, metadata.tokens)
-            if sender is not None:
-                self._matched[metadata.link_room] = sender
-            else:
-                reason = self._pop_ended(metadata.room)
-                if reason is None:
-                    dropped = self._keep(metadata)
-        if sender is not None:
-            sender.on_metadata(metadata)
-        elif reason is not None:
-            self._refuse(metadata, reason)
-        self._refuse_dropped(dropped)
+            call = self._take_metadata(message) if isinstance(message, RoomMetadata) else self._take_abort(message)
+        if call is not None:
+            call()
 
-    def _take_abort(self, abort: Abort) -> None:
-        dropped = None
-        with self._lock:
-            sender = self._matched.get(abort.link_room)
-            if sender is None and abort.link_room not in self._over:
-                waiting = [each for each in self._attempts if isinstance(each, RoomMetadata) and each.link_room == abort.link_room]
-                if waiting:
-                    self._attempts[self._attempts.index(waiting[0])] = abort
-                else:
-                    # The attempt ended before it had slots.
-                    sender = self._pop_sender(abort.room)
-                    if sender is None and self._pop_ended(abort.room) is None:
-                        dropped = self._keep(abort)
+    def _take_metadata(self, metadata: RoomMetadata) -> Callable[[], None] | None:
+        """Match an attempt with a sender. Return a call to make without the lock, as the next two methods do."""
+        sender = self._pop_sender(metadata.room, metadata.tokens)
         if sender is not None:
-            sender.fail(f"the decode side ended it: {abort.reason}")
-        self._refuse_dropped(dropped)
+            self._matched[metadata.link_room] = sender
+            return partial(sender.on_metadata, metadata)
+        reason = self._pop_ended(metadata.room)
+        return self._keep(metadata) if reason is None else partial(self._refuse, metadata, reason)
+
+    def _take_abort(self, abort: Abort) -> Callable[[], None] | None:
+        sender = self._matched.get(abort.link_room)
+        if sender is None and abort.link_room not in self._over:
+            for place, each in enumerate(self._attempts):
+                if isinstance(each, RoomMetadata) and each.link_room == abort.link_room:
+                    self._attempts[place] = abort
+                    return None
+            # The attempt ended before it had slots.
+            sender = self._pop_sender(abort.room)
+            if sender is None and self._pop_ended(abort.room) is None:
+                return self._keep(abort)
+        return None if sender is None else partial(sender.fail, f"the decode side ended it: {abort.reason}")
+
+    def _keep(self, attempt: RoomMetadata | Abort) -> Callable[[], None] | None:
+        """Keep an attempt until its sender joins. The oldest one may be refused for that."""
+        self._attempts.append(attempt)
+        dropped = self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
+        if not isinstance(dropped, RoomMetadata):
+            return None
+        return partial(self._refuse, dropped, f"its request did not reach the prefill server before {MAX_WAITING} others")
 
     def _pop_sender(self, room: int, tokens: int | None = None) -> WaitingSender | None:
         senders = [each for each in self._senders if each.room == room]
@@ -202,17 +196,8 @@ class Handshakes:
         return found
 
     def _pop_ended(self, room: int) -> str | None:
-        found = next((each for each in self._ended if each[0] == room), None)
-        if found is None:
-            return None
-        self._ended.remove(found)
-        return found[1]
-
-    def _keep(self, attempt: RoomMetadata | Abort) -> RoomMetadata | Abort | None:
-        """Keep an attempt until its sender joins. Return the oldest one if it is dropped for that."""
-        self._attempts.append(attempt)
-        return self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None
-
-    def _refuse_dropped(self, dropped: RoomMetadata | Abort | None) -> None:
-        if isinstance(dropped, RoomMetadata):
-            self._refuse(dropped, f"its request did not reach the prefill server before {MAX_WAITING} others")
+        for place, (ended, reason) in enumerate(self._ended):
+            if ended == room:
+                del self._ended[place]
+                return reason
+        return None

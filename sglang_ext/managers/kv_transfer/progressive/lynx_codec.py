@@ -6,6 +6,7 @@ Each tensor's stream begins at a multiple of 16 bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, 
 from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, OptionValue, Stream
 
 ALIGNED = 16
 
@@ -50,11 +51,7 @@ def packed_size(sizes: Sequence[int]) -> int:
 
 
 def unpack_streams(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
-    """Unpack ``count`` streams, uint8 [bytes] each, on the device of ``blocks``.
-
-    Raises:
-        LinkError: The data is not such a stream.
-    """
+    """Unpack ``count`` streams, uint8 [bytes] each, on the device of ``blocks``. Raise ``LinkError`` if the data is not such a stream."""
     if len(content) < 4 * count:
         raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; their sizes alone take 4 bytes each")
     sizes = np.frombuffer(content, "<u4", count)
@@ -72,10 +69,7 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
 
 
 class _PackedLayout:
-    """Layout of a packed stream whose sizes are known in advance, as :func:`pack_streams` writes it.
-
-    ``groups`` has the number and the size of streams, for each group of consecutive streams of equal size.
-    """
+    """Layout of a packed stream of known ``groups`` of equal streams, numbers and sizes, as :func:`pack_streams` writes it."""
 
     def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
         sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
@@ -118,45 +112,26 @@ class _PackedLayout:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Data that all pages with equal numbers of layers, tokens and sinks share.
+    """Data that all pages with equal numbers of tokens and sinks share."""
 
-    Attributes:
-        alike: Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
-        anchors, residuals: Layouts of the streams of a page without raw tensors; None if every page has raw tensors. Residuals of 8 bits
-            only.
-    """
-
+    # Slices of tensors that are encoded and decoded together, with their layout: all tensors, or keys and then values.
     alike: tuple[tuple[slice, PageLayout], ...]
-    anchors: _PackedLayout | None
-    residuals: _PackedLayout | None
-
-    @classmethod
-    def build(cls, layouts: tuple[PageLayout, PageLayout], layers: int, device: torch.device) -> "_Plan":
-        keys, values = layouts
-        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
-        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
-        if keys.always_raw or values.always_raw:
-            return cls(alike, None, None)
-        counted = [(those.stop - those.start, layout) for those, layout in alike]
-        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], device)
-        if keys.reference != "int8":
-            return cls(alike, anchors, None)
-        return cls(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], device))
+    # Layouts of the streams of a page without raw tensors; None if every page has raw tensors. Residuals of 8 bits only.
+    anchors: _PackedLayout | None = None
+    residuals: _PackedLayout | None = None
 
 
 @dataclass(frozen=True)
 class LynxCodec(PageCodec):
-    """Encodes pages as anchors of 4 bits, and residuals (Lynx).
+    """Encodes pages as anchors of 4 bits, and residuals (Lynx), which restore the ``reference`` ``int8`` or ``exact``.
 
     Attributes:
-        pool: The pool of this rank: bfloat16, float16 or float32.
-        reference: ``int8`` or ``exact``.
         page_size: Tokens of a page, a multiple of 32.
         bits: Bits of an anchor's codes.
         sinks: Number of the prompt's first tokens that an anchor holds exactly.
 
     Raises:
-        LinkError: The pool has another dtype.
+        LinkError: The pool is not bfloat16, float16 or float32.
     """
 
     pool: PoolBuffers
@@ -164,15 +139,14 @@ class LynxCodec(PageCodec):
     page_size: int = 64
     bits: int = 4
     sinks: int = 4
-    _plans: dict[tuple[int, int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _most: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[tuple[int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
 
     def __post_init__(self) -> None:
         try:
-            self._layouts(self.page_size, 0)
+            self._layouts(self.page_size, self.sinks)
         except ValueError as error:
             raise LinkError(f"codec lynx does not support this pool: {error}; or pass --kv-reference raw") from error
 
@@ -181,22 +155,21 @@ class LynxCodec(PageCodec):
         """The options that change the bytes."""
         return {"bits": self.bits, "sinks": self.sinks}
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
-        key = stream, layers.count
-        if key not in self._most:
-            sizes = [_most_bytes(stream, layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)]
-            self._most[key] = packed_size(sizes)
-        return self._most[key]
+        return self._most[stream]
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
-        """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw.
+    @cached_property
+    def _most(self) -> dict[Stream, int]:
+        layouts = [layout for layout in self._layouts(self.page_size, self.sinks) for _ in range(self.pool.layers)]
+        return {stream: packed_size([_most_bytes(stream, layout) for layout in layouts]) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
 
-        Exact residuals have sizes that only the device knows. In that case this method waits.
-        """
-        plan = self._plan(page, layers)
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Start to encode a page. Return a function that waits for it, and encodes it again if a tensor turns out to be raw."""
+        plan = self._plan(page)
+        # Exact residuals have sizes that only the device knows. In that case this method waits.
         if plan.anchors is None or residual and plan.residuals is None:
-            found = self._encode_separately(page, layers, anchor, residual)
+            found = self._encode_separately(page, anchor, residual)
             return lambda: found
         # Separate lanes: a residual waits for all anchors of its room.
         first, rest = (
@@ -206,7 +179,7 @@ class LynxCodec(PageCodec):
         anchors, residuals = plan.anchors.room(first), plan.residuals.room(rest) if residual else None
         for group, (those, layout) in enumerate(plan.alike):
             beside = plan.residuals.placed(residuals, group) if residual else None
-            encode_page_into(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
+            encode_page_into(self.pool.parts(those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
         kinds = plan.anchors.copy_kinds_to_host(anchors, self.pool.blocks)
         if anchor:
             plan.anchors.copy_to_host(anchors, first)
@@ -217,60 +190,72 @@ class LynxCodec(PageCodec):
         def finish() -> EncodedPage:
             reached()
             if (kinds == RAW).any():
-                return self._encode_separately(page, layers, anchor, residual)
+                return self._encode_separately(page, anchor, residual)
             return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
 
         return finish
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Fill the page's slots with values of 4 bits."""
-        self._decode(page, layers, anchor, None)
+        self._decode(page, anchor)
 
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+    def write_residual(self, page: PlacedPage, anchor: memoryview, residual: memoryview) -> None:
         """Fill the page's slots with values of 8 bits, or with the bits of the sender's pool."""
-        self._decode(page, layers, anchor, residual)
+        self._decode(page, anchor, residual)
 
-    def _layouts(self, tokens: int, start: int) -> tuple[PageLayout, PageLayout]:
+    def _layouts(self, tokens: int, sinks: int) -> tuple[PageLayout, PageLayout]:
         """Return the layouts of keys and of values."""
-        sinks = min(tokens, max(0, self.sinks - start))
         return tuple(
             PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 
-    def _plan(self, page: PlacedPage, layers: LayerRange) -> _Plan:
+    def _plan(self, page: PlacedPage) -> _Plan:
         tokens = len(page.slots)
-        key = tokens, min(tokens, max(0, self.sinks - page.start)), layers.count
+        key = tokens, min(tokens, max(0, self.sinks - page.start))
         if key not in self._plans:
-            self._plans[key] = _Plan.build(self._layouts(tokens, page.start), layers.count, self.pool.device)
+            self._plans[key] = self._make_plan(*key)
         return self._plans[key]
 
-    def _encode_separately(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+    def _make_plan(self, tokens: int, sinks: int) -> _Plan:
+        (keys, values), layers = self._layouts(tokens, sinks), self.pool.layers
+        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
+        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
+        if keys.always_raw or values.always_raw:
+            return _Plan(alike)
+        counted = [(those.stop - those.start, layout) for those, layout in alike]
+        anchors = _PackedLayout([(count, layout.coded_bytes) for count, layout in counted], self.pool.device)
+        if self.reference != "int8":
+            return _Plan(alike, anchors)
+        return _Plan(alike, anchors, _PackedLayout([(count, layout.int8_bytes) for count, layout in counted], self.pool.device))
+
+    def _encode_separately(self, page: PlacedPage, anchor: bool, residual: bool) -> EncodedPage:
         """Encode streams of any size, tensor by tensor, and wait for them."""
         found = []
-        for those, layout in self._plan(page, layers).alike:
+        for those, layout in self._plan(page).alike:
             # Exact residuals take longer, and are skipped if not requested.
             layout = layout if residual else replace(layout, reference="int8")
-            found += encode_page(self.pool.parts(layers, those), layout, page.slots)
+            found += encode_page(self.pool.parts(those), layout, page.slots)
         streams = [streams if wanted else None for streams, wanted in zip(zip(*found, strict=True), (anchor, residual))]
         page = EncodedPage(*(None if each is None else pack_streams(each, self.pool.blocks, lane) for lane, each in enumerate(streams)))
         self.pool.synchronize()
         return page
 
-    def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
-        plan, streams = self._plan(page, layers), (anchor,) if residual is None else (anchor, residual)
+    def _decode(self, page: PlacedPage, *streams: memoryview) -> None:
+        """Fill the page's slots with the values of its anchor, or of its anchor and its residual."""
+        plan = self._plan(page)
         fixed = (plan.anchors, plan.residuals)[: len(streams)]
         try:
             if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
                 memory = [self.pool.blocks.to_device(content) for content in streams]
                 for group, (those, layout) in enumerate(plan.alike):
                     first, *rest = (each.placed(room, group) for each, room in zip(fixed, memory, strict=True))
-                    decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(layers, those), page.slots)
+                    decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(those), page.slots)
                 return
-            found = [unpack_streams(content, 2 * layers.count, self.pool.blocks) for content in streams]
+            found = [unpack_streams(content, 2 * self.pool.layers, self.pool.blocks) for content in streams]
             for those, layout in plan.alike:
-                rest = None if residual is None else found[1][those]
-                decode_page(found[0][those], rest, layout, self.pool.parts(layers, those), page.slots)
+                first, *rest = (each[those] for each in found)
+                decode_page(first, rest[0] if rest else None, layout, self.pool.parts(those), page.slots)
         except (ValueError, IndexError, RuntimeError) as error:
             raise LinkError(f"the data are no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 

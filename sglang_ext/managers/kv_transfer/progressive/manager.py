@@ -33,9 +33,8 @@ from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_ke
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.quantized_prompts import PackedPromptStore
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, WireError, encode
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, WireError, encode
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,9 @@ logger = logging.getLogger(__name__)
 MAX_FETCHES = 16
 # Seconds: for one HTTP response, between two attempts at one address, and that a request waits for its prefill server.
 FETCH_TIMEOUT, RETRY_INTERVAL, PATIENCE = 5.0, 1.0, 30.0
+
+# Share of the free host memory that a decode server pins at start for the anchors of all its ranks; pool_buffers.py has a limit per rank.
+PINNED_SHARE = 0.25
 
 # A prefill rank's position: data parallel, context parallel, tensor parallel and pipeline rank.
 RankPosition = tuple[int, int, int, int]
@@ -55,9 +57,8 @@ PrefillServer = tuple[PrefillServerInfo, RankAddresses]
 class PrefillDirectory:
     """Fetches prefill servers by bootstrap address. At most one fetch per address runs at a time. Used by one thread.
 
-    Args:
-        fetch: Reads one bootstrap server, in a background thread. Any exception is a failed attempt.
-        retry_interval, patience: Seconds between two attempts at one address, and until a request without a prefill server fails.
+    ``fetch`` reads one bootstrap server, in a background thread. Any exception is a failed attempt; the next follows after
+    ``retry_interval`` seconds. A request without a prefill server fails after ``patience`` seconds.
     """
 
     def __init__(self, fetch: Callable[[str], PrefillServer], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
@@ -95,9 +96,7 @@ class PrefillDirectory:
 
 
 def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServer:
-    """Read the topology and the rank addresses of a prefill server from its bootstrap server at ``host:port``.
-
-    ``resolve`` maps the topology to this decode rank, and returns the prefill ranks that it needs.
+    """Read the topology of a prefill server, and the addresses of the ranks that ``resolve`` returns, from its bootstrap server.
 
     Raises:
         requests.RequestException: The server does not answer within ``FETCH_TIMEOUT``, or answers with an error status.
@@ -113,28 +112,15 @@ def _get_route(address: str, position: RankPosition) -> dict[str, Any]:
     return response.json()
 
 
-# Share of the free host memory that a decode server pins at start for the anchors of all its ranks; pool_buffers.py has a limit per rank.
-PINNED_SHARE = 0.25
-
-
-def pinned_bytes(ranks: int) -> int:
-    """Return the bytes of host memory that each of a server's ranks pins at start."""
-    return int(AvailableMemory.find().available * PINNED_SHARE) // ranks
-
-
 class ProgressiveManager(CommonKVManager):
     """Manager of one prefill rank or one decode rank.
 
+    The prefill side has ``handshakes``, ``peers`` and ``packed_bytes``. The decode side has ``links``, ``directory`` and ``prefill_ranks``.
+
     Attributes:
-        pool, aux, codec: The rank's KV pool, its auxiliary records, and the codec of pages.
-        settings: Settings of this end of links.
         has_keys: Whether links are encrypted.
-        layers: Layers of one part: all layers.
-        handshakes, peers, waiting: On the prefill side: unmatched rooms, decode ranks, and packed prompts that wait.
-        links: On the decode side, the link server.
-        directory: On the decode side, fetches prefill servers.
-        prefill_ranks: On the decode side, control addresses of the ranks of each known prefill server, by bootstrap address.
-        timeline: Timeline of rank 0, if one is requested.
+        packed_bytes: Bytes of packed prompts that wait for decode ranks.
+        prefill_ranks: Control addresses of the ranks of each known prefill server, by bootstrap address.
 
     Raises:
         OptionError: The model's pool cannot be transferred, or the flags do not allow to make links.
@@ -145,12 +131,12 @@ class ProgressiveManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         try:
             self.pool = compatibility.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
-            self.layers = LayerRange(0, self.pool.layers)
             self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = compatibility.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self.has_keys = keys is not None
-            self.timeline = TransferTimeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
+            recorded = server_args.kv_bench_timeline is not None and self.attn_tp_rank == 0
+            self.timeline = TransferTimeline(server_args.kv_bench_timeline) if recorded else None
             self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
@@ -161,11 +147,11 @@ class ProgressiveManager(CommonKVManager):
     def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
         # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
-        limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR, self.layers))
+        limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR))
         if self.pool.device.type == "cuda":
-            compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
+            compile_kernels(self.codec, self.disaggregation_mode == DisaggregationMode.DECODE)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.handshakes, self.waiting = Handshakes(self.refuse), PackedPromptStore()
+            self.handshakes, self.packed_bytes = Handshakes(self.refuse), 0
             logger.info(
                 "sglang-ext: encoded pages that wait for decode servers take at most %.1f GiB of host memory in this rank, for all of them",
                 MAX_TOTAL_BYTES / (1 << 30),
@@ -178,7 +164,7 @@ class ProgressiveManager(CommonKVManager):
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_unshared, metrics)
             if self.codec.has_residual:
                 # Anchors stay in host memory until their residuals arrive.
-                blocks.expect(pinned_bytes(self.attn_tp_size))
+                blocks.expect(int(AvailableMemory.find().available * PINNED_SHARE) // self.attn_tp_size)
             self.directory = PrefillDirectory(lambda address: fetch_prefill_server(address, self._resolve_ranks))
             self.prefill_ranks: dict[str, RankAddresses] = {}
             self._start_heartbeat_checker_thread()
@@ -200,11 +186,7 @@ class ProgressiveManager(CommonKVManager):
         return True
 
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        """Advance a request. A failed request stays failed. Called from any thread.
-
-        ``bootstrap_room`` is the key in SGLang's tables of requests: a sender's number, or a receiver's ``link_room``. Rooms are no keys,
-        since several requests may have the same room.
-        """
+        """Advance a request, named by a sender's number or a receiver's ``link_room``. A failed request stays failed. For any thread."""
         with self.failure_lock:
             # SGLang's own method replaces the status "failed", because it is the smallest.
             if self.request_status.get(bootstrap_room) != KVPoll.Failed:
@@ -221,11 +203,9 @@ class ProgressiveManager(CommonKVManager):
             self.update_status(number, KVPoll.Failed)
 
     def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
-        """On the decode side, let the prefill server compute a request again, under a new request id.
-
-        The prefill server may still be running the first request under the old id, and refuses a second one. SGLang also treats an id that
-        starts like an aborted id as the same request.
-        """
+        """On the decode side, let the prefill server compute a request again, under a new request id."""
+        # The prefill server may still run the first request, and refuses a second one with its id. SGLang also treats an id that starts
+        # like an aborted id as the same request.
         super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, OptionValue, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, OptionValue, Stream
 
 # Page sizes are multiples of this many tokens: chunks of codecs, and blocks of quantized KV.
 UNIT = 64
@@ -27,11 +27,9 @@ def page_tokens(bytes_per_token: int) -> int:
 
 @dataclass(frozen=True)
 class PlacedPage:
-    """A page of a prompt, and its slots in the pool.
+    """A page of a prompt from position ``start``, and its slots in the pool, int64 [tokens], on the pool's device.
 
-    Attributes:
-        start: Prompt position of its first token.
-        slots: int64 [tokens], on the pool's device. For a page that is written as quantized blocks, the slots of the blocks.
+    For a page that is written as quantized blocks, these are the slots of the blocks.
     """
 
     start: int
@@ -39,10 +37,7 @@ class PlacedPage:
 
 
 class EncodedPage(NamedTuple):
-    """Streams of one page and one range of layers, in host memory that is not written to any more.
-
-    A stream is None if it was not requested; ``residual`` is also None if the codec has none.
-    """
+    """Streams of one page, in host memory that is not written to any more. None: not requested, or not a stream of the codec."""
 
     anchor: memoryview | None
     residual: memoryview | None
@@ -51,14 +46,8 @@ class EncodedPage(NamedTuple):
 class PageCodec(ABC):
     """Encodes pages of one pool to streams, and decodes them. It keeps no state of a page. Its methods may be called from several threads.
 
-    This base has the methods of a codec that writes a whole page into its anchor stream.
-
-    Attributes:
-        pool: The pool of this rank.
-        name, version, options: Compared by the two ends of a link (wire.py).
-        reference: What all streams of a page together restore.
-        page_size: Tokens of a page.
-        has_residual: Whether there is a second stream.
+    This base has the methods of a codec that writes a whole page into its anchor stream. The two ends of a link compare ``name``,
+    ``version``, ``options`` and ``reference`` (wire.py:LinkSettings). A page has ``page_size`` tokens.
     """
 
     pool: PoolBuffers
@@ -73,16 +62,20 @@ class PageCodec(ABC):
         """The options that change the bytes, by name."""
         return {}
 
+    def ends(self, prompt: int, prefix: int = 0) -> list[int]:
+        """Return the ends of the pages of a prompt of ``prompt`` tokens, after its first ``prefix`` tokens."""
+        return page_ends(self.page_size, prompt, prefix)
+
     @abstractmethod
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 for a stream that the codec does not have."""
 
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+    def encode(self, page: PlacedPage) -> EncodedPage:
         """Encode the current KV of the page to all streams."""
-        return self.start(page, layers)()
+        return self.start(page)()
 
     @abstractmethod
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to encode the requested streams that the codec has, from the current KV. Return a function that waits for them.
 
         The function may be called from another thread. The pool must keep the page, and the arguments must be kept alive, until it returns.
@@ -90,19 +83,11 @@ class PageCodec(ABC):
         """
 
     @abstractmethod
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
-        """Fill the page's slots with the values that the anchor alone restores.
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
+        """Fill the page's slots with the values that the anchor alone restores. Raise ``LinkError`` if it is no anchor of such a page."""
 
-        Raises:
-            LinkError: The data is not an anchor of such a page.
-        """
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """Fill the page's slots with the reference.
-
-        Raises:
-            LinkError: The data are not streams of such a page, or the codec has no residuals.
-        """
+    def write_residual(self, page: PlacedPage, anchor: memoryview, residual: memoryview) -> None:
+        """Fill the page's slots with the reference. Raise ``LinkError`` if these are no streams of such a page."""
         raise LinkError(f"codec {self.name} has no residuals, and received one of {len(residual)} bytes")
 
 
@@ -112,19 +97,15 @@ class BenchCodec(PageCodec):
     @classmethod
     @abstractmethod
     def for_pool(cls, pool: PoolBuffers) -> Self:
-        """Create the codec of a pool.
-
-        Raises:
-            LinkError: The codec does not support such a pool.
-        """
+        """Create the codec of a pool. Raise ``LinkError`` if it does not support the pool."""
 
     @abstractmethod
-    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+    def encode_anchor(self, page: PlacedPage) -> memoryview:
         """Encode the current KV of the page to its one stream."""
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Encode the one stream at once."""
-        found = EncodedPage(self.encode_anchor(page, layers), None)
+        found = EncodedPage(self.encode_anchor(page), None)
         return lambda: found
 
 
@@ -138,50 +119,47 @@ class RawCodec(PageCodec):
     version = 1
     reference = "raw"
 
-    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+    def most_bytes(self, stream: Stream) -> int:
         """Return the bytes of a full page."""
-        return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
+        return self.page_size * self.pool.bytes_per_token if stream is Stream.ANCHOR else 0
 
-    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+    def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to copy the page; there is no residual."""
-        size = self._bytes(len(page.slots), layers)
+        size = len(page.slots) * self.pool.bytes_per_token
         if self.pool.device.type == "cpu":
             content, where = self.pool.blocks.take(size), _slot_index(page.slots)
-            for rows, part in self._views(content, len(page.slots), layers):
+            for rows, part in self._views(content, len(page.slots)):
                 part[:] = rows[where]
             return lambda: EncodedPage(memoryview(content), None)
-        brought = self.pool.copy_to_host(self.pool.gather(layers, page.slots), size)
+        brought = self.pool.copy_to_host(self.pool.gather(page.slots), size)
         return lambda: EncodedPage(brought(), None)
 
-    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+    def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
         """Copy the bytes back to the pool. Raise ``LinkError`` if the page has another size."""
-        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
+        tokens, expected = len(page.slots), len(page.slots) * self.pool.bytes_per_token
         if len(anchor) != expected:
             raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
         if self.pool.device.type == "cpu":
             where = _slot_index(page.slots)
-            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens, layers):
+            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens):
                 rows[where] = part
             return
         content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
-        split = tokens * layers.count * self.pool.heads * self.pool.key_dim
-        self.pool.scatter(layers, page.slots, tuple(half.view(layers.count, tokens, -1) for half in (content[:split], content[split:])))
+        split = tokens * self.pool.layers * self.pool.heads * self.pool.key_dim
+        self.pool.scatter(page.slots, tuple(half.view(self.pool.layers, tokens, -1) for half in (content[:split], content[split:])))
 
-    def _bytes(self, tokens: int, layers: LayerRange) -> int:
-        return tokens * layers.count * (self.pool.bytes_per_token // self.pool.layers)
-
-    def _views(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield keys, then values, of each layer: rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes."""
-        begin, first, last = 0, layers.first, layers.first + layers.count
-        for rows in self._pool_rows[first:last] + self._pool_rows[self.pool.layers + first : self.pool.layers + last]:
+    def _views(self, content: np.ndarray, tokens: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes, for each tensor."""
+        begin = 0
+        for rows in self._pool_rows:
             end = begin + tokens * rows.shape[1]
             yield rows, content[begin:end].reshape(tokens, rows.shape[1])
             begin = end
 
     @cached_property
     def _pool_rows(self) -> tuple[np.ndarray, ...]:
-        """Keys, then values, of each layer of a pool in host memory: uint8 [slots, width]."""
-        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
+        """The tensors of a pool in host memory: uint8 [slots, width]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors)
 
 
 def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
@@ -195,13 +173,8 @@ def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
 def page_hashes(tokens: Sequence[int], ends: Sequence[int], start: int = 0, page_size: int = UNIT) -> list[bytes]:
     """Return a hash for each page: SHA-256 of the previous hash and the page's tokens, as 32-bit integers.
 
-    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``).
-
-    Args:
-        tokens: Token ids below 2^32.
-        ends: End of each page, ascending. The first page begins at ``start``.
-        start: Number of first tokens that are on no page. They are hashed in pages of ``page_size`` tokens.
-        page_size: Used before ``start`` only.
+    They equal SGLang's names of HiCache pages (``sglang.srt.mem_cache.utils.get_hash_str``). Pages end at ``ends``, ascending. The first
+    begins at ``start``; tokens before it are hashed in pages of ``page_size`` tokens.
     """
     row, earlier = np.asarray(tokens, "<u4"), page_ends(page_size, start)
     before, hashes, begin = b"", [], 0

@@ -35,9 +35,9 @@ AHEAD = 4
 class HostBlocks:
     """Cuts blocks of host memory into pieces. Any thread may call it. A block is reused or freed once none of its pieces is used.
 
-    For a GPU, blocks are pinned, so that its copy engines can access them. Some are pinned at start. A thread pins more blocks before they
-    are needed, up to ``KEPT_PINNED``. Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that
-    long-lived pieces do not hold blocks of short-lived ones.
+    For a GPU, blocks are pinned, so that its copy engines can access them. A thread pins more before they are needed, up to ``KEPT_PINNED``.
+    Further blocks are not kept, and are copied slower. Pieces of one lane share blocks, so that long-lived pieces do not hold blocks of
+    short-lived ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,10 +107,7 @@ class HostBlocks:
                 self._pinning = self._lacks_pinned()
 
     def to_device(self, content: memoryview) -> torch.Tensor:
-        """Return the bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, if it is writable.
-
-        The GPU copies memory of :meth:`take` asynchronously. The memory is kept until the copy is complete.
-        """
+        """Return the bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, if it is writable. Does not wait for a GPU."""
         found = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
         if self._device.type != "cuda":
             return found
@@ -139,23 +136,9 @@ def _pinned(device: torch.device) -> np.ndarray:
 FIRST = -1
 
 
-def wrap_memory(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Wrap memory that SGLang owns as uint8 [size]. The memory must outlive the tensor."""
-    if device.type == "cuda":
-        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
-        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class PoolBuffers:
-    """The KV pool of one rank.
-
-    Attributes:
-        args: SGLang's arguments. Keys of all layers come before values of all layers.
-        heads: KV heads on this rank.
-        key_dim, value_dim: Elements of a head.
-    """
+    """The KV pool of one rank: ``heads`` KV heads of ``key_dim`` and ``value_dim`` elements. In SGLang's ``args`` keys come before values."""
 
     args: KVArgs
     dtype: torch.dtype
@@ -163,7 +146,7 @@ class PoolBuffers:
     key_dim: int
     value_dim: int
     device: torch.device
-    _parts: dict[tuple[int, ...], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[tuple[int, int], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
     # Streams of threads of links, and of the scheduler's thread where it must not wait for a forward. Their kernels are small, and would
     # otherwise wait behind each large kernel of the model.
     _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
@@ -189,6 +172,11 @@ class PoolBuffers:
         """Number of layers in the pool."""
         return len(self.args.kv_data_ptrs) // 2
 
+    @cached_property
+    def layer_range(self) -> LayerRange:
+        """All layers of the pool, which each part of a room holds."""
+        return LayerRange(0, self.layers)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token: keys and values of all layers."""
@@ -204,15 +192,16 @@ class PoolBuffers:
         """Values of each layer, [slots, heads * value_dim], in the pool's own memory."""
         return tuple(self._buffer(self.layers + layer, self.value_dim) for layer in range(self.layers))
 
-    def tensors(self, first: int, count: int) -> list[torch.Tensor]:
-        """Return the keys, then the values, of ``count`` layers from ``first``."""
-        return [*self.keys[first : first + count], *self.values[first : first + count]]
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The keys, then the values, of all layers."""
+        return self.keys + self.values
 
-    def parts(self, layers: LayerRange, those: slice) -> PageTensors:
-        """Return some of :meth:`tensors` with equal shapes. They are built once and cached."""
-        key = layers.first, layers.count, those.start, those.stop
+    def parts(self, those: slice) -> PageTensors:
+        """Return some of :attr:`tensors` with equal shapes. They are built once and cached."""
+        key = those.start, those.stop
         if key not in self._parts:
-            parts = PageTensors.from_tensors(self.tensors(layers.first, layers.count)[those])
+            parts = PageTensors.from_tensors(self.tensors[those])
             if self._by_kernel(parts.tensors[0]) and parts.table is not None:
                 # The thread that builds the table waits for it, because threads of links and the scheduler's thread read it on their own
                 # streams.
@@ -220,9 +209,9 @@ class PoolBuffers:
             self._parts[key] = parts
         return self._parts[key]
 
-    def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:
+    def gather(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         """Copy the keys, then the values, of tokens: [layers, tokens, heads * dim] each. Does not wait for a GPU."""
-        for parts in self._halves(layers):
+        for parts in self._halves():
             like = parts.tensors[0]
             out = torch.empty(len(parts.tensors), len(slots), like.shape[1], dtype=like.dtype, device=like.device)
             if self._by_kernel(like):
@@ -232,18 +221,17 @@ class PoolBuffers:
                     torch.index_select(tensor, 0, slots, out=rows)
             yield out
 
-    def scatter(self, layers: LayerRange, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
+    def scatter(self, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
         """Write tokens in the form that :meth:`gather` yields."""
-        for parts, rows in zip(self._halves(layers), halves, strict=True):
+        for parts, rows in zip(self._halves(), halves, strict=True):
             if self._by_kernel(parts.tensors[0]):
                 scatter_rows(parts.table, parts.tensors[0], slots, rows)
             else:
                 for tensor, part in zip(parts.tensors, rows, strict=True):
                     tensor[slots] = part
 
-    def _halves(self, layers: LayerRange) -> Iterator[PageTensors]:
-        yield self.parts(layers, slice(0, layers.count))
-        yield self.parts(layers, slice(layers.count, 2 * layers.count))
+    def _halves(self) -> tuple[PageTensors, PageTensors]:
+        return self.parts(slice(0, self.layers)), self.parts(slice(self.layers, 2 * self.layers))
 
     def _by_kernel(self, like: torch.Tensor) -> bool:
         return self.device.type == "cuda" and has_whole_words(like)
@@ -295,7 +283,13 @@ class PoolBuffers:
             self._stream.synchronize()
 
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
-        found = wrap_memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)
+        """Wrap memory that SGLang owns, which must outlive the tensor: [slots, heads * dim]."""
+        address, size = self.args.kv_data_ptrs[index], self.args.kv_data_lens[index]
+        if self.device.type == "cuda":
+            interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+            found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=self.device)
+        else:
+            found = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
         return found.view(self.dtype).view(-1, self.heads * dim)
 
 

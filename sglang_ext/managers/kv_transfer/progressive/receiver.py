@@ -14,7 +14,7 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries, RoomWriter
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError
@@ -28,9 +28,6 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     Success is reported once all KV has arrived. For a request with early decoding it is reported once the anchor has arrived. The rest is
     then written to the request's slots while it decodes, and the receiver is handed over to ``ArrivingFullKV``.
-
-    Attributes:
-        prefill_again: For early decoding: lets the prefill server compute the request again, after its slots were freed.
     """
 
     kv_mgr: ProgressiveManager
@@ -68,10 +65,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         return self._writer.failure
 
     def set_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
-        """Set the request's token ids, whose hashes identify its pages. Called before ``send_metadata``.
-
-        ``refused`` says why the request has ended already; None if it has not.
-        """
+        """Set the request's token ids, whose hashes identify its pages, and why it has ended already. Called before ``send_metadata``."""
         self._prompt, self._refused = tokens, refused
 
     def expect_queries(self, queries: PromptQueries, row: Callable[[], int]) -> None:
@@ -85,8 +79,8 @@ class ProgressiveReceiver(CommonKVReceiver):
     def enable_early_decoding(self, begin: "Callable[[ProgressiveReceiver], None]", prefill_again: "Callable[[Req], None]") -> None:
         """Let the request decode on the anchor of its KV. Called before ``send_metadata``.
 
-        ``begin`` is called with this receiver when the request starts to decode. It uses ``complete``, ``failure``, ``cancel`` and
-        ``prefill_again`` from then on.
+        ``begin`` is called with this receiver when the request starts to decode. ``prefill_again`` lets the prefill server compute the
+        request again, after its slots were freed.
         """
         self._start_early, self.prefill_again = begin, prefill_again
 
@@ -124,13 +118,10 @@ class ProgressiveReceiver(CommonKVReceiver):
         state_indices: list | None = None,
         decode_prefix_len: int | None = None,
     ) -> None:
-        """Register the room, then send its metadata to the prefill side. The request has slots.
+        """Register the room, then send its metadata to the prefill side.
 
-        Args:
-            kv_indices: SGLang's pages for the tokens to transfer, int [pages].
-            aux_index: Row for the auxiliary record.
-            state_indices: None; models with such state are refused.
-            decode_prefix_len: Prompt tokens whose KV is already on this side.
+        The request has SGLang's pages ``kv_indices``, int [pages], for its tokens after ``decode_prefix_len``, and row ``aux_index`` for its
+        auxiliary record.
         """
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
@@ -211,13 +202,13 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Build the writer of the prompt after ``prefix``. A quantized prompt is written to ``coded`` instead of SGLang's pages."""
         pool, codec, prompt = self.kv_mgr.pool, self.kv_mgr.codec, self._prompt
         if coded is None:
-            ends, page = page_ends(codec.page_size, len(prompt), prefix), self.kv_mgr.kv_args.page_size
+            page = self.kv_mgr.kv_args.page_size
             own = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(prompt) - prefix]
             if len(own) != len(prompt) - prefix:
                 raise LinkError(f"{len(own)} slots for {len(prompt) - prefix} tokens of room {self.room}")
         else:
-            codec = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, codec.page_size)
-            ends, prefix = codec.ends(len(prompt)), 0
+            codec, prefix = QuantizedPromptCodec(pool, coded.packing, coded.buffers, coded.begin, coded.end, codec.page_size), 0
+        ends = codec.ends(len(prompt), prefix)
         spans = list(zip([prefix, *ends], ends))
         slots = (torch.from_numpy(own[start - prefix : end - prefix]) if coded is None else coded.slots(start, end) for start, end in spans)
         pages = [PlacedPage(start, each.to(pool.device)) for (start, _), each in zip(spans, slots)]
@@ -225,7 +216,7 @@ class ProgressiveReceiver(CommonKVReceiver):
             # Threads of links read these slot tensors on another stream than the one that computes them.
             pool.synchronize()
         hashes = page_hashes(prompt, ends, prefix, codec.page_size)
-        return RoomWriter(codec, self.kv_mgr.aux, aux_index, self.kv_mgr.layers, pages, hashes, self, self._queries)
+        return RoomWriter(codec, self.kv_mgr.aux, aux_index, pages, hashes, self, self._queries)
 
     def _ends_refused(self) -> bool:
         """End the rooms of both sides if the request has ended before its KV is expected. Return whether it has."""

@@ -14,10 +14,9 @@ from msgspec import Meta, Struct
 
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.link import Link
-from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingPart
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, PageHeader, RoomShape, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, PageHeader, RoomShape, Stream
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 # Bytes of the header that describes the queries.
@@ -26,8 +25,8 @@ _MOST_HEADER = 64
 QueryReader = Callable[[int], bytes]
 
 
-class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Shape of queries [layers, tokens, heads, dim]; ``end``: the position after the newest token."""
+class _QueryHeader(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Describes queries [layers, tokens, heads, dim]; ``end``: the position after the newest token."""
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
     heads: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -38,12 +37,7 @@ class _Shape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """Converts queries of one rank's requests to bytes and back.
-
-    Attributes:
-        windows: Stores the queries.
-        shape: Layers, heads and channels of the rank's queries.
-    """
+    """Converts queries of one rank's requests, which ``windows`` stores, to bytes and back. ``shape``: layers, heads and channels."""
 
     windows: QueryWindows
     shape: tuple[int, int, int]
@@ -70,7 +64,7 @@ class PromptQueries:
         positions = positions.tolist()
         if positions != list(range(end - len(positions), end)):
             return b""
-        header = msgspec.msgpack.encode(_Shape(*self.shape, self._dtype_name, end))
+        header = msgspec.msgpack.encode(_QueryHeader(*self.shape, self._dtype_name, end))
         header = (bytes([len(header)]) + header).ljust(_MOST_HEADER, b"\0")
         return header + queries.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
@@ -83,10 +77,10 @@ class PromptQueries:
         queries = torch.frombuffer(bytearray(data[_MOST_HEADER:]), dtype=self.dtype).view(layers, -1, heads, dim)
         self.windows.insert(row, shape.end, queries)
 
-    def parse(self, data: bytes) -> _Shape:
+    def parse(self, data: bytes) -> _QueryHeader:
         """Decode the header of queries. Raise ``LinkError`` if they are of another model or dtype."""
         try:
-            shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_Shape)
+            shape = msgspec.msgpack.decode(data[1 : 1 + data[0]], type=_QueryHeader)
         except msgspec.MsgspecError as error:
             raise LinkError(f"the prompt's queries are not of this version: {error}; install the same version on both sides") from error
         theirs, ours = (shape.layers, shape.heads, shape.dim, shape.dtype), (*self.shape, self._dtype_name)
@@ -106,7 +100,11 @@ class PromptQueries:
         return str(self.dtype).removeprefix("torch.")
 
 
-class RoomEncoderListener(Protocol):
+def _room_shape(codec: PageCodec, pages: int) -> RoomShape:
+    return RoomShape(pages, (codec.pool.layer_range,), codec.has_residual and pages > 0)
+
+
+class RoomListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
 
     def succeed(self) -> None:
@@ -116,7 +114,7 @@ class RoomEncoderListener(Protocol):
         """The rest of the KV will not arrive. At the prefill side this may follow ``succeed``."""
 
 
-class RoomWriterListener(RoomEncoderListener, Protocol):
+class RoomWriterListener(RoomListener, Protocol):
     """Callbacks for the progress of a room at the decode side."""
 
     def anchor_arrived(self) -> None:
@@ -126,22 +124,14 @@ class RoomWriterListener(RoomEncoderListener, Protocol):
 class RoomEncoder:
     """Encodes pages and offers their streams to a link. One thread starts pages, another waits for them; any thread may cancel.
 
-    Args:
-        number: Number of the room on its link.
-        starts: Prompt position at which each page begins.
-        hashes: Hash of each page (page_codec.py).
-
-    Attributes:
-        shape: The parts of the room.
-        is_closed: Whether the room sends nothing more.
+    ``starts`` has the prompt position at which each page begins, ``hashes`` the hash of each page (page_codec.py).
     """
 
     def __init__(
-        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomEncoderListener
+        self, number: int, codec: PageCodec, starts: Sequence[int], hashes: Sequence[bytes], listener: RoomListener
     ) -> None:
-        self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
-        self._hashes, self._listener = hashes, listener
-        self.shape = RoomShape(len(hashes), (layers,), codec.has_residual and bool(hashes))
+        self.number, self._codec, self._starts, self._hashes, self._listener = number, codec, starts, hashes, listener
+        self.shape = _room_shape(codec, len(hashes))
         self.is_closed = False
         self._lock = threading.Lock()
         # Pages started, deferred residuals not offered yet, and whether the record was offered.
@@ -150,31 +140,27 @@ class RoomEncoder:
 
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a page's stream; 0 if the room has no such stream."""
-        return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
+        return self._codec.most_bytes(stream) if self.shape.parts(stream) else 0
 
     def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "PageEncoding":
-        """Start to encode the next page.
-
-        Args:
-            slots: int64 [tokens], slots in the pool; or the bytes of a page that is encoded already and has no residual.
-            residual: Whether to encode the residual too. If False, ``start_residual`` must follow, and the KV must be kept until then.
-        """
+        """Start to encode the next page: int64 [tokens] slots, or an encoded page. Without ``residual``, ``start_residual`` must follow."""
         page, self._num_started = self._num_started, self._num_started + 1
         if isinstance(slots, memoryview):
             return PageEncoding(self, page, {Stream.ANCHOR: len(slots)}, lambda: EncodedPage(slots, None))
         if not residual:
             with self._lock:
                 self._num_deferred += 1
-        with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, residual=residual)
-        streams = (Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)
-        return PageEncoding(self, page, {stream: self.most_bytes(stream) for stream in streams}, encoded, slots)
+        return self._start(page, slots, residual=residual)
 
     def start_residual(self, page: int, slots: torch.Tensor) -> "PageEncoding":
         """Start to encode the residual of a page that was started without it."""
+        return self._start(page, slots, anchor=False)
+
+    def _start(self, page: int, slots: torch.Tensor, anchor: bool = True, residual: bool = True) -> "PageEncoding":
         with self._codec.pool.use_stream():
-            encoded = self._codec.start(PlacedPage(self._starts[page], slots), self._layers, anchor=False)
-        return PageEncoding(self, page, {Stream.RESIDUAL: self.most_bytes(Stream.RESIDUAL)}, encoded, slots, is_deferred=True)
+            encoded = self._codec.start(PlacedPage(self._starts[page], slots), anchor=anchor, residual=residual)
+        sizes = {stream: self.most_bytes(stream) for stream, wanted in ((Stream.ANCHOR, anchor), (Stream.RESIDUAL, residual)) if wanted}
+        return PageEncoding(self, page, sizes, encoded, slots, is_deferred=not anchor)
 
     def start_record(self, record: bytes) -> "PageEncoding":
         """Return the auxiliary record, to be offered after the last page."""
@@ -186,12 +172,12 @@ class RoomEncoder:
             encoded = started.encoded()
         for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
             if payload is not None:
-                link.offer(self.number, OutgoingPart(stream, payload, started.page, self._layers, self._hashes[started.page]))
+                link.offer(self.number, stream, payload, started.page, self._codec.pool.layer_range, self._hashes[started.page])
         if started.is_deferred:
             with self._lock:
                 self._num_deferred -= 1
         if started.record is not None and not self.is_closed:
-            link.offer(self.number, OutgoingPart(Stream.AUX, started.record))
+            link.offer(self.number, Stream.AUX, started.record)
             self._recorded = True
         with self._lock:
             if self._recorded and not self._num_deferred and not self.is_closed:
@@ -224,37 +210,27 @@ class RoomEncoder:
 
 @dataclass(frozen=True)
 class PageEncoding:
-    """Streams of a page that are being encoded, or a room's auxiliary record.
-
-    Attributes:
-        sizes: The streams, and the maximum bytes of each.
-        encoded: Waits for the streams and returns them.
-        slots: Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
-    """
+    """Streams of a page that are being encoded, with the maximum bytes of each, or a room's auxiliary record."""
 
     room: RoomEncoder
     page: int
     sizes: dict[Stream, int]
+    # Waits for the streams and returns them.
     encoded: Callable[[], EncodedPage]
+    # Kept until then: a GPU may still read them, on another stream than the one that would reuse their memory.
     slots: torch.Tensor | None = None
     is_deferred: bool = False
     record: bytes | None = None
 
 
 class RoomWriter:
-    """Writes the parts of a room into the slots of a request.
+    """Writes the parts of a room into the slots of a request, and its auxiliary record into row ``aux_index``.
 
-    Args:
-        codec: Codec of the pool that is written to.
-        aux: Auxiliary records; the room's record is written to row ``aux_index``.
-        pages: Pages of the request, from the first page that is transferred.
-        hashes: Hash of each page (page_codec.py).
-        expected_queries: Converts the queries after the auxiliary record; None if no queries are expected.
+    ``pages`` begin with the first page that is transferred, and have ``hashes`` (page_codec.py). ``expected_queries`` converts the queries
+    after the auxiliary record; None if no queries are expected.
 
     Attributes:
-        queries: Bytes after the auxiliary record.
-        anchor_ready, complete: Whether all anchors and the auxiliary record are written, and whether all parts are.
-        failure: Why the rest will not arrive; None while it may.
+        anchor_ready: Whether all anchors and the auxiliary record are written.
         size, anchor_size: Received bytes of KV, and of its anchors.
     """
 
@@ -263,14 +239,13 @@ class RoomWriter:
         codec: PageCodec,
         aux: AuxRecords,
         aux_index: int,
-        layers: LayerRange,
         pages: Sequence[PlacedPage],
         hashes: Sequence[bytes],
         listener: RoomWriterListener,
         expected_queries: PromptQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, codec.pool, aux, aux_index
-        self._layers, self._pages, self._hashes, self._listener = layers, pages, tuple(hashes), listener
+        self._pages, self._hashes, self._listener = pages, tuple(hashes), listener
         self._expected_queries, self.queries = expected_queries, b""
         # Anchors of pages whose residual has not arrived: the residual cannot be decoded without its anchor. Residuals of pages whose
         # anchor is retransmitted, because its bytes were corrupted: the sender may have sent them already.
@@ -284,10 +259,9 @@ class RoomWriter:
     @property
     def expected(self) -> ExpectedRoom:
         """The parts that the link server accepts for this room."""
-        shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
-        most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
+        most = {stream: self._codec.most_bytes(stream) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
         record = sum(self._aux.sizes) + (self._expected_queries.most_bytes if self._expected_queries is not None else 0)
-        return ExpectedRoom(shape, most | {Stream.AUX: record}, self._hashes)
+        return ExpectedRoom(_room_shape(self._codec, len(self._pages)), most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
         """Write an expected part. Called by the link. Raise ``LinkError`` if it cannot be written."""
@@ -306,10 +280,10 @@ class RoomWriter:
         page = self._pages[header.page]
         if header.page in others:
             with self._pool.use_stream():
-                self._codec.write_residual(page, self._layers, self._anchors.pop(header.page), self._residuals.pop(header.page))
+                self._codec.write_residual(page, self._anchors.pop(header.page), self._residuals.pop(header.page))
         elif header.stream is Stream.ANCHOR:
             with self._pool.use_stream():
-                self._codec.write_anchor(page, self._layers, payload)
+                self._codec.write_anchor(page, payload)
 
     def arrived(self, stream: Stream) -> None:
         """All parts of a stream are written. Called by the link. A retransmitted anchor may arrive after the auxiliary record."""

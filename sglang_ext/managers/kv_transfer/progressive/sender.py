@@ -4,7 +4,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from sglang_ext.managers.kv_transfer.progressive import compatibility
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
-from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_ends, page_hashes
+from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import QueryReader, RoomEncoder
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LinkError
@@ -25,23 +24,8 @@ from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 
 # The message of SGLang's own class.
 ABORTED = "Aborted by AbortReq."
-
-
-class Stage(Enum):
-    """Progress of a request in SGLang. Used by the scheduler's thread.
-
-    ``OPEN``: no KV has been sent. ``SENDING``: the first KV was submitted for encoding. ``CLEARED``: SGLang has finished with the request; a
-    successful room continues to be sent. ``ABORTED``: cleared, because it was aborted on this side.
-    """
-
-    OPEN = auto()
-    SENDING = auto()
-    CLEARED = auto()
-    ABORTED = auto()
-
-
-# Stages after which SGLang no longer polls a sender.
-ENDED_STAGES = (Stage.CLEARED, Stage.ABORTED)
+# Bytes of packed prompts at one rank from which no more are packed early. Full KV stays in the pool then.
+MAX_PACKED_BYTES = 4 << 30
 
 # Numbers of senders in SGLang's tables.
 _numbers = itertools.count(1)
@@ -50,8 +34,7 @@ _numbers = itertools.count(1)
 class ProgressiveSender(CommonKVSender):
     """Sender of one request. SGLang's scheduler calls it. ``on_metadata``, ``succeed`` and ``fail`` are called from other threads.
 
-    Success is reported once the whole room is encoded. Its KV may then be freed while its bytes are still being sent. The decode side
-    reports later errors.
+    Success is reported once the whole room is encoded. Its KV may then be freed. The decode side reports later errors.
     """
 
     kv_mgr: ProgressiveManager
@@ -59,8 +42,11 @@ class ProgressiveSender(CommonKVSender):
     """Number of this sender: several requests may have the same room. SGLang's class has the room here, this one in :attr:`room`."""
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
-        self.room, self._stage = bootstrap_room, Stage.OPEN
+        self.room = bootstrap_room
         super().__init__(mgr, bootstrap_addr, next(_numbers), *args, **kwargs)
+        # Whether the first KV was submitted for encoding. Whether SGLang has finished with the request and no longer polls this sender; a
+        # successful room continues to be sent. Whether it was aborted on this side. Used by the scheduler's thread.
+        self._is_sending = self._is_cleared = self._is_aborted = False
         self.init_time = time.time()
         self._prompt: Sequence[int] = ()
         self.tokens = 0
@@ -69,6 +55,9 @@ class ProgressiveSender(CommonKVSender):
         self._metadata: RoomMetadata | None = None
         self._peer: DecodePeer | None = None
         self._encoder: RoomEncoder | None = None
+        # Pages of a prompt that was packed early, and its range of quantized tokens.
+        self._packed: tuple[memoryview, ...] = ()
+        self._packed_range: tuple[int, int] | None = None
         # Slots of tokens that do not fill a page yet, and lengths of the pages not sent yet.
         self._slots = np.empty(0, np.int64)
         self._lengths: deque[int] = deque()
@@ -84,10 +73,8 @@ class ProgressiveSender(CommonKVSender):
     ) -> None:
         """Set the request's token ids, whose hashes identify its pages, and wait for the decode side. Called before ``init``.
 
-        Args:
-            refused: Why SGLang has ended the request already; the sender then fails. None if it has not.
-            packing: Allows to send the prompt as quantized KV in this packing, from a pool with these buffers.
-            read_queries: Returns the newest queries of the prompt, which are sent with the auxiliary record.
+        ``refused`` says why SGLang has ended the request already; the sender then fails. ``packing`` allows to send the prompt as quantized
+        KV in this packing, from a pool with these buffers. ``read_queries`` returns the newest queries, sent with the auxiliary record.
         """
         self._packing, self._read_queries = packing, read_queries
         self._prompt, self.tokens = tokens, len(tokens)
@@ -107,28 +94,30 @@ class ProgressiveSender(CommonKVSender):
     @property
     def is_waiting_packed(self) -> bool:
         """Whether the prompt is packed and waits for slots at the decode side."""
-        return self in self.kv_mgr.waiting
+        return self._packed_range is not None
 
     def pack_early(self, begin: int, end: int, slots: torch.Tensor) -> bool:
-        """Pack the prompt before the decode side has slots, so that its full KV can be freed.
+        """Pack the prompt into host memory before the decode side has slots, so that its full KV can be freed.
 
-        Args:
-            begin, end: Range of prompt tokens to send as quantized KV.
-            slots: int64 [tokens], slots of the full KV.
-
-        Returns:
-            False, without any effect, if the prompt cannot be packed, if too much waits already, or if the request was given up here.
+        Tokens ``begin`` to ``end`` are packed as quantized KV; ``slots``, int64 [tokens], are those of the full KV. Returns False, without
+        any effect, if the prompt cannot be packed, if ``MAX_PACKED_BYTES`` wait already, or if the request was given up here.
         """
-        waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packing is None or self._stage in ENDED_STAGES or not waiting.has_room:
+        if self._peer is not None or self._packing is None or self._is_cleared or self.kv_mgr.packed_bytes >= MAX_PACKED_BYTES:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
-        parts = (codec.encode(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers).anchor for start, stop in zip([0, *ends], ends))
+        parts = (codec.encode(PlacedPage(start, slots[start:stop])).anchor for start, stop in zip([0, *ends], ends))
         # The pages are copied. Otherwise they would keep the blocks that links need.
-        waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
+        self._packed, self._packed_range = tuple(memoryview(bytes(part)) for part in parts), (begin, end)
+        self.kv_mgr.packed_bytes += sum(map(len, self._packed))
         self.kv_mgr.add_event(self.room, "computed")
         return True
+
+    def _take_packed(self) -> tuple[memoryview, ...]:
+        """Return and forget the pages of a prompt that was packed early; empty if there are none."""
+        packed, self._packed, self._packed_range = self._packed, (), None
+        self.kv_mgr.packed_bytes -= sum(map(len, packed))
+        return packed
 
     def on_metadata(self, metadata: RoomMetadata) -> None:
         """Record the metadata of the decode side, which has slots for this request."""
@@ -149,7 +138,7 @@ class ProgressiveSender(CommonKVSender):
     def succeed(self) -> None:
         """Report success: the link holds the whole room."""
         self.kv_mgr.add_event(self.room, "encoded")
-        if self._stage not in ENDED_STAGES:
+        if not self._is_cleared:
             self.kv_mgr.conclude(self.bootstrap_room, None)
 
     def fail(self, reason: str) -> None:
@@ -157,7 +146,7 @@ class ProgressiveSender(CommonKVSender):
         if self._metadata is not None:
             # The link itself may have failed, while the decode side waits for the room.
             self.kv_mgr.refuse(self._metadata, reason)
-        if self._stage not in ENDED_STAGES:
+        if not self._is_cleared:
             self.kv_mgr.conclude(self.bootstrap_room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -180,26 +169,22 @@ class ProgressiveSender(CommonKVSender):
 
     def _room(self, metadata: RoomMetadata) -> RoomEncoder:
         """Build the encoder of the room, with the pages that the decode side asks for. Raise ``LinkError`` if they cannot be sent."""
-        prefix, (begin, end), packed = metadata.prefix, metadata.coded, self.kv_mgr.waiting.coded(self)
+        prefix, (begin, end), packed = metadata.prefix, metadata.coded, self._packed_range
         if packed not in (None, metadata.coded):
             raise LinkError(
                 f"tokens {packed[0]} to {packed[1]} of the prompt are packed, and the decode server asks for {begin} to {end}: give "
                 "both servers the same --page-size and --kv-sparse-from"
             )
-        if begin == end:
-            codec = self.kv_mgr.codec
-            ends = page_ends(codec.page_size, len(self._prompt), prefix)
-        elif self._packing is None or prefix:
+        if begin != end and (self._packing is None or prefix):
             raise LinkError(
                 f"the decode server asks for tokens {begin} to {end} as quantized KV, which this server cannot send: start both alike"
             )
-        else:
-            codec = self._codec(begin, end)
-            ends = codec.ends(len(self._prompt))
+        codec = self.kv_mgr.codec if begin == end else self._codec(begin, end)
+        ends = codec.ends(len(self._prompt), prefix)
         hashes = page_hashes(self._prompt, ends, prefix, codec.page_size)
         starts = [prefix, *ends][: len(ends)]
         self._lengths.extend(stop - start for start, stop in zip(starts, ends))
-        return RoomEncoder(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
+        return RoomEncoder(metadata.link_room, codec, starts, hashes, self)
 
     def _codec(self, begin: int, end: int) -> QuantizedPromptCodec:
         packing, buffers = self._packing
@@ -207,13 +192,7 @@ class ProgressiveSender(CommonKVSender):
         return QuantizedPromptCodec(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
 
     def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
-        """Send the KV that a forward computed.
-
-        Args:
-            kv_indices: SGLang's pages, int [pages].
-            state_indices: None; models with such state are refused.
-            num_kv_tokens: Tokens in these pages; None if all are full.
-        """
+        """Send the KV that a forward computed: ``num_kv_tokens`` tokens, or all if None, in SGLang's pages, int [pages]."""
         kv_indices, _, last, _ = self._prepare_send_indices(kv_indices, state_indices)
         self._record_transfer_indices(kv_indices, state_indices)
         ready, self._early_send_wait_event = self._early_send_wait_event, None
@@ -221,14 +200,14 @@ class ProgressiveSender(CommonKVSender):
             return
         if last:
             self.kv_mgr.add_event(self.room, "computed")
-        if self._stage is Stage.OPEN:
-            self._stage = Stage.SENDING
+        if not self._is_sending:
+            self._is_sending = True
             self.kv_mgr.add_event(self.room, "sending")
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
         self._slots = np.concatenate([self._slots, slots])
         # A packed prompt is complete. Its slots may belong to other requests now.
-        pages: list[torch.Tensor | memoryview] = [*self.kv_mgr.waiting.take(self)]
+        pages: list[torch.Tensor | memoryview] = [*self._take_packed()]
         if pages:
             self._lengths.clear()
         while self._lengths and self._lengths[0] <= len(self._slots):
@@ -253,7 +232,7 @@ class ProgressiveSender(CommonKVSender):
 
     def failure_exception(self) -> None:
         """Raise the reason of the failure as ``KVTransferError``."""
-        if self._stage is Stage.ABORTED:
+        if self._is_aborted:
             raise KVTransferError(self.room, ABORTED)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
@@ -262,10 +241,10 @@ class ProgressiveSender(CommonKVSender):
 
     def clear(self) -> None:
         """Release the request's state. SGLang has finished with it; a successful room continues to be sent."""
-        if self._stage in ENDED_STAGES:
+        if self._is_cleared:
             return
-        self._stage = Stage.CLEARED
-        self.kv_mgr.waiting.take(self)
+        self._is_cleared = True
+        self._take_packed()
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
                 reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "it failed at another rank")
@@ -277,7 +256,7 @@ class ProgressiveSender(CommonKVSender):
         """Abort the request on this side and remove all its state, since SGLang does not poll every aborted sender again."""
         super().abort()
         self.clear()
-        self._stage = Stage.ABORTED
+        self._is_aborted = True
         with self.kv_mgr.failure_lock:
             self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 

@@ -6,7 +6,7 @@ compressed KV in each draft row. layers/attention/ has the attention over rows o
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -63,9 +63,10 @@ class SlotLayout(ABC):
         Args:
             buffers: The pool's buffers.
             kept: int64 [layers, kv_heads, count], indices into ``sources``.
-            sources: int64 [tokens], slots of the context.
-            targets: int64, slots of the compressed KV.
-            seeds: int32 [tokens], rounding seeds if the layout is ``stochastic``; None otherwise.
+            sources: int64 [tokens], slots of the context from its first token on, so that indices are positions. On a GPU disjoint from
+                ``targets``.
+            targets: int64 [held_slots(count)]. Slots that pad the last page stay unchanged.
+            seeds: int32 [tokens], rounding seeds if the layout is ``stochastic``; None rounds to the nearest code.
         """
 
 
@@ -77,11 +78,9 @@ class PlainSlots(SlotLayout):
     share: ClassVar[float] = 1.0
 
     def packed_slots(self, tokens: int) -> int:
-        """0: no slot stores packed tokens."""
         return 0
 
     def held_slots(self, tokens: int) -> int:
-        """One slot per token."""
         return tokens
 
     def write(
@@ -92,7 +91,6 @@ class PlainSlots(SlotLayout):
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """As :meth:`SlotLayout.write`."""
         buffers.copy_kept(kept, sources, targets)
 
 
@@ -115,9 +113,9 @@ class KVLayout(ABC):
         return None
 
     def record_step(self, row: int, after: int) -> bool:
-        """Record a launched step over ``row``. Returns whether its attention selects tokens, if the layout :attr:`selects_in_attention`.
+        """Record a launched step over ``row``, once for each. Returns whether its attention selects tokens.
 
-        Call this once for each step over the row. ``after`` counts the tokens after the compressed KV, including the step's own.
+        ``after`` counts the tokens after the compressed KV, including the step's own. Only layouts that :attr:`selects_in_attention` have this.
         """
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
@@ -133,14 +131,9 @@ class KVLayout(ABC):
         context: "ContextKV",
         targets: "dict[Part, torch.Tensor]",
     ) -> None:
-        """Let ``compressor`` select the tokens of each part, and store them in its slots.
+        """Let ``compressor`` select the tokens of each part of ``context``, and store them in the part's slots, int64.
 
-        Args:
-            row: The draft row that will begin with these slots; None for none.
-            slot_layout: The method's.
-            compressor: Selects the tokens of each head.
-            context: The full KV to select from.
-            targets: int64 slots, by part.
+        ``row`` is the draft row that will begin with these slots; None for none.
 
         Raises:
             ScoresError: The scores cannot be used for a selection. Nothing was written.
@@ -168,7 +161,6 @@ class PlainLayout(KVLayout):
     """Stores tokens unchanged, so that any attention backend can read them."""
 
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
-        """0 for each row: no row begins with another layout."""
         return [0] * len(rows)
 
 
@@ -178,11 +170,8 @@ class ExchangedRowLayout(PlainLayout):
     shareable = False
 
 
-SlotLayoutType = TypeVar("SlotLayoutType")
-
-
 @dataclass(frozen=True)
-class RowCountLayout(KVLayout, Generic[SlotLayoutType]):
+class RowCountLayout(KVLayout):
     """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
@@ -190,14 +179,13 @@ class RowCountLayout(KVLayout, Generic[SlotLayoutType]):
         counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 
-    layout: SlotLayoutType
+    layout: SlotLayout
     counts: torch.Tensor
 
     @classmethod
-    def for_table(cls, layout: SlotLayoutType, token_table: torch.Tensor) -> Self:
+    def for_table(cls, layout: SlotLayout, token_table: torch.Tensor) -> Self:
         """Create the table for the rows of a token table, all 0."""
         return cls(layout, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
 
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
-        """:attr:`counts` of ``rows``, int64 [batch], on the host. Waits for the device."""
         return self.counts[rows].tolist()

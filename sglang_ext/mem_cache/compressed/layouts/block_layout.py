@@ -34,24 +34,14 @@ PARAMETER = torch.float16
 
 
 class Grid(NamedTuple):
-    """A group of numbers in a block that share a scale and a zero point.
-
-    Attributes:
-        tokens: Neighbouring tokens of a group; divides the tokens of a block.
-        channels: Neighbouring channels of a group; divides ``head_dim``.
-    """
+    """A group of neighbouring tokens and channels that share a scale and a zero point. Both numbers divide those of a block."""
 
     tokens: int
     channels: int
 
 
 class Outliers(NamedTuple):
-    """Numbers of each block that are stored in addition to their codes.
-
-    Attributes:
-        places: int64 [heads, blocks, count], ``token * dim + channel`` in the block.
-        excess: float32, shaped as ``places``, the difference to add to the codes' numbers.
-    """
+    """Numbers stored beside their codes: ``token * dim + channel`` in the block, int64 [heads, blocks, count], and the difference to the code's."""
 
     places: torch.Tensor
     excess: torch.Tensor
@@ -78,13 +68,10 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How blocks of keys, or of values, are stored in cells.
+    """How blocks of ``tokens`` keys, or values, of ``dim`` channels are stored in cells of ``cell_bytes`` bytes.
 
     Attributes:
         bits: Bits of a code: 2, 4 or 8.
-        tokens: Tokens of a block. Their codes fill whole cells.
-        dim: Channels of a token.
-        cell_bytes: Bytes of a cell.
         grid: The groups that share a scale.
         outliers: Outliers per block.
         positions: Whether the tokens' positions are stored.
@@ -257,10 +244,7 @@ def lane(layer: int, head: int, is_value: bool) -> int:
 def noise(seeds: torch.Tensor, lanes: torch.Tensor, dim: int) -> torch.Tensor:
     """Rounding noise, added to steps before truncation: float32 [heads, tokens, dim], uniform over [0, 1).
 
-    Args:
-        seeds: int32 [heads, tokens], of the tokens that each head keeps (:func:`token_seeds`).
-        lanes: int64 [heads], numbers of :func:`lane`.
-        dim: Channels of a head.
+    ``seeds``, int32 [heads, tokens], are those of the tokens that each head keeps, ``lanes``, int64 [heads], numbers of :func:`lane`.
     """
     of_tokens = _spread(seeds.long() + (lanes[:, None] + 1) * LANE_STEP)
     channels = torch.arange(dim, device=seeds.device) * CHANNEL_STEP

@@ -34,16 +34,13 @@ class Pointers(SlotLayout):
 
     @classmethod
     def for_pool(cls, buffers: KVBuffers, page_size: int) -> "Pointers":
-        """Create the layout for a pool with these buffers."""
         return cls(as_pointers(buffers.keys[0]).shape[-1], page_size)
 
     @property
     def share(self) -> float:
-        """As :attr:`SlotLayout.share`."""
         return 1 / self.per_slot
 
     def packed_slots(self, tokens: int) -> int:
-        """Slots of the pointers to this many tokens."""
         return -(-tokens // self.per_slot)
 
     def write(
@@ -68,27 +65,24 @@ class Pointers(SlotLayout):
     def read(self, keys: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
         """Slots of the ``count`` tokens that each of a layer's heads keeps: int64 [kv_heads, count].
 
-        Args:
-            keys: The layer's key buffer.
-            slots: int64, slots of the compressed KV, in order.
-            count: Tokens that each head keeps.
+        ``keys`` is the layer's key buffer, ``slots``, int64, are those of the compressed KV, in order.
         """
         held = as_pointers(keys).index_select(0, slots[: self.packed_slots(count)])
         return held.transpose(0, 1).flatten(1)[:, :count].long()
 
 
-class PointerLayout(RowCountLayout[Pointers]):
+@dataclass(frozen=True)
+class PointerLayout(RowCountLayout):
     """Draft rows that begin with pointers, and the number of pointers per head. They are selected again in each round."""
 
+    layout: Pointers
     shareable = False
     points_to_full_kv = True
 
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Pointers:
-        """The pointer layout, for all methods."""
         return self.layout
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
-        """Record the number of pointers per head."""
         self.counts[row] = compressed.own_tokens
 
     def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
@@ -150,7 +144,6 @@ class PagePointerLayout(PointerLayout):
 
     @property
     def key_derived_data(self) -> PageExtremes:
-        """The extremes."""
         return self.extremes
 
     @property
@@ -174,7 +167,7 @@ class PagePointerLayout(PointerLayout):
             self.last_selections.pop(row, None)
 
     def record_step(self, row: int, after: int) -> bool:
-        """Predict as :meth:`KVLayout.record_step` what the kernel decides by itself."""
+        # This predicts what the kernel decides by itself.
         if self.every > 1:
             if after - self.last_selections.get(row, -self.every) < self.every:
                 return False

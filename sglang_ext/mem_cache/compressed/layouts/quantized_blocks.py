@@ -28,12 +28,7 @@ WRITTEN_TOKENS = 1 << 14
 
 @dataclass(frozen=True)
 class Packing(SlotLayout):
-    """How one pool stores the compressed KV of one quantizer.
-
-    Attributes:
-        quantizer: Computes the codes.
-        keys, values: Layout of a block in key cells, and in value cells.
-        rotary: The model's rotary embedding, for a quantizer that reads keys from before it.
+    """How one pool stores the compressed KV of one quantizer: the layouts of a block in key cells, and in value cells.
 
     Raises:
         ValueError: The rotary embedding is missing.
@@ -67,22 +62,18 @@ class Packing(SlotLayout):
 
     @property
     def recent(self) -> int:
-        """As :attr:`SlotLayout.recent`."""
         return self.quantizer.recent
 
     @property
     def sinks(self) -> int:
-        """As :attr:`SlotLayout.sinks`, in whole pages."""
         return -(-self.quantizer.sinks // self.page_size) * self.page_size
 
     @property
     def stochastic(self) -> bool:
-        """As :attr:`SlotLayout.stochastic`."""
         return self.quantizer.stochastic
 
     @property
     def share(self) -> float:
-        """As :attr:`SlotLayout.share`."""
         return self.block_slots / self.block_tokens
 
     @property
@@ -97,11 +88,9 @@ class Packing(SlotLayout):
 
     @property
     def unit(self) -> int:
-        """As :attr:`SlotLayout.unit`."""
         return lcm(self.block_tokens, self.page_size)
 
     def packed_slots(self, tokens: int) -> int:
-        """Slots of the blocks of ``tokens`` tokens, a multiple of :attr:`unit`."""
         return tokens // self.block_tokens * self.block_slots
 
     def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -120,15 +109,7 @@ class Packing(SlotLayout):
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Pack each head's kept tokens into ``targets``, in all layers, as :meth:`SlotLayout.write`.
-
-        Args:
-            buffers: The pool's buffers.
-            kept: int64 [layers, kv_heads, tokens], indices into ``sources``; whole blocks.
-            sources: int64, slots of the context from its first token on, so that the indices are positions.
-            targets: int64 [held_slots(tokens)], on a GPU disjoint from ``sources``. Slots that pad the last page stay unchanged.
-            seeds: int32, of the tokens in ``sources``; None rounds to the nearest code.
-        """
+        """Pack whole blocks of each head's kept tokens, in all layers, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.packed.pack_blocks import can_pack, pack_blocks
 
@@ -156,8 +137,8 @@ class Packing(SlotLayout):
             numbers: float32 [heads, tokens, dim]; whole blocks.
             tokens: int64 [heads, tokens], positions.
             is_value: Whether the numbers are values.
-            layer, first_head: The layer and the first KV head in the model. The noise depends on them.
-            seeds: int32 [heads, tokens], seeds of the noise; None rounds to the nearest code.
+            layer, first_head: In the model. The noise depends on them.
+            seeds: int32 [heads, tokens], of the noise; None rounds to the nearest code.
         """
         layout, rotation, given = self.values if is_value else self.keys, self.rotations(numbers.device)[is_value], ()
         shape = len(numbers), -1, layout.tokens, layout.dim
@@ -183,13 +164,9 @@ class Packing(SlotLayout):
         return numbers.flatten(1, 2)
 
     def restore(self, buffers: KVBuffers, blocks: torch.Tensor, first: int, targets: torch.Tensor) -> None:
-        """Write full KV from blocks: the dequantized numbers, in the pool's dtype. Does not wait for the device.
+        """Write full KV from the packed blocks in slots ``blocks``, int64: the dequantized numbers, in the pool's dtype.
 
-        Args:
-            buffers: The pool's buffers.
-            blocks: int64, slots of packed blocks.
-            first: Index of the first wanted token in the blocks.
-            targets: int64 [tokens], slots for the tokens from ``first`` on, disjoint from ``blocks``.
+        The tokens from index ``first`` on are written to ``targets``, int64 [tokens], disjoint from ``blocks``. Does not wait for the device.
         """
         size = self.block_tokens
         for begin in range(0, len(targets), WRITTEN_TOKENS):
@@ -209,20 +186,22 @@ class Packing(SlotLayout):
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
 
 
-class QuantizedLayout(RowCountLayout[Packing]):
+@dataclass(frozen=True)
+class QuantizedLayout(RowCountLayout):
     """Draft rows that begin with quantized blocks, and the number of slots with blocks in each row."""
 
+    layout: Packing
+
     def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Packing | PlainSlots:
-        """Blocks if the method packs, plain slots otherwise."""
         return plain if method.quantizer is None else self.layout
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
-        """Record the number of packed slots."""
         self.counts[row] = compressed.num_packed_slots
 
     def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that the row's count agrees with its compressed KV."""
-        if int(self.counts[row]) != compressed.num_packed_slots:
+        count = int(self.counts[row])
+        if count != compressed.num_packed_slots:
             raise IntegrityError(
-                f"the compressed KV of draft row {row} has {compressed.num_packed_slots} packed slots, but the row's count is {int(self.counts[row])}"
+                f"the compressed KV of draft row {row} has {compressed.num_packed_slots} packed slots, but the row's count is {count}"
             )

@@ -53,7 +53,6 @@ class RaggedHeadLayout(KVLayout):
         return self.buffers.keys[0].shape[1]
 
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
-        """Slots of the compressed KV at the beginning of each of ``rows``, int64 [batch]; 0 without it."""
         return (self.bounds[rows, -1] // (self.bounds.shape[1] - 1)).tolist()
 
     @cached_property
@@ -75,16 +74,7 @@ class RaggedHeadLayout(KVLayout):
     ) -> None:
         """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""
         ((part, slots),) = targets.items()
-        kept = compressor.select_ragged(context, part)
-        if row is None:
-            self.copy(kept, context.slots, slots)
-        else:
-            self.write(row, kept, context.slots, slots)
-
-    def write(self, row: int, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy each head's kept tokens, and record their cells for ``row`` of the token table. Other arguments as :meth:`copy`'s."""
-        self.copy(kept, sources, targets)
-        self.bounds[row] = kept.bounds
+        self.write(row, compressor.select_ragged(context, part), context.slots, slots)
 
     def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that the heads partition the cells of the compressed KV."""
@@ -96,11 +86,13 @@ class RaggedHeadLayout(KVLayout):
                 f"of its {len(compressed.own)} slots"
             )
 
-    def copy(self, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy each head's kept tokens, which fill all cells of the slots ``targets``, int64. On a GPU it does not wait for the device.
+    def write(self, row: int | None, kept: RaggedSelection, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy each head's kept tokens, which fill all cells of the slots ``targets``, int64, and record their cells for ``row``, unless None.
 
-        ``sources``, int64 [tokens], are the context's slots, disjoint from ``targets``.
+        ``sources``, int64 [tokens], are the context's slots, disjoint from ``targets``. On a GPU it does not wait for the device.
         """
+        if row is not None:
+            self.bounds[row] = kept.bounds
         if self.buffers.on_gpu:
             from sglang_ext.layers.kernels.kv_copies import scatter_cells
 

@@ -19,7 +19,7 @@ class ModelRank:
     epoch = 1
 
     def __init__(self, blocks, places):
-        self.attach = SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES))
+        self.attach = SimpleNamespace(blocks=blocks, shape=SimpleNamespace(lanes=LANES, packs=1))
         self.exchange_buffer, self._number = self, 0
         self._free, self._put, self._coming = list(range(places)), {}, []
         self.held, self.leased = {}, {}

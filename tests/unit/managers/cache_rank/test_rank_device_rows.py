@@ -277,8 +277,8 @@ def test_ranks_on_gpus_hold_what_the_pool_has_copies_of_but_no_more_than_they_ha
 def test_an_arena_has_lanes_for_all_and_of_rows_as_many_as_they_leave_room_for():
     shape = attach(lanes=64, rows=True, fresh=1).shape
     whole = fit_shape(shape, 1 << 30)
-    assert (whole.lanes, whole.fresh) == (64, MOST) and ExchangeLayout.from_shape(whole).size <= 1 << 30
+    assert (whole.lanes, whole.fresh) == (64, MOST) and ExchangeLayout(whole).size <= 1 << 30
     some = fit_shape(shape, 12 << 20)
-    assert some.lanes == 64 and MOST // LEAST_FRESH < some.fresh < MOST and ExchangeLayout.from_shape(some).size <= 12 << 20
+    assert some.lanes == 64 and MOST // LEAST_FRESH < some.fresh < MOST and ExchangeLayout(some).size <= 12 << 20
     few = fit_shape(shape, 3 << 20)
     assert 1 <= few.lanes < 64 and few.fresh == MOST // LEAST_FRESH

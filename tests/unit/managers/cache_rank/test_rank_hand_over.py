@@ -10,9 +10,11 @@ import zmq
 from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
 from rank_socket import serve
+from waiting import until
 
-from sglang_ext.managers.cache_rank import client, protocol
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -98,8 +100,8 @@ def test_a_rank_that_ends_while_keys_go_to_it_costs_choices_alone(first):
         world.step()
     world.until_places_are_free()
     signalled(link.pid, signal.SIGKILL)
-    while link._process.socket.poll(0, zmq.POLLOUT):
-        time.sleep(0.01)
+    # Threads of a process may end after it.
+    until(lambda: link._process.ended is not None and not link._process.socket.poll(0, zmq.POLLOUT))
     world.step()
     assert not link.ready and not link.has_free_place
     world.step(), world.step()
@@ -214,21 +216,27 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
     world.steps.end()
 
 
-def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
-    named = []
-    monkeypatch.setattr(client, "block_hashes", lambda namespace, tokens: named.append(len(tokens)) or [])
-    world = RankWorld(places=16, lanes=1).ready()
+def test_prompts_are_not_named_before_a_rank_has_a_lane():
+    world, named = RankWorld(places=16, lanes=1).ready(), []
     world.begin(1, 100, 40), world.begin(2, 200, 40)
+    world.compressed_kv.prompt_of = lambda row: named.append(len(world.prompts[row])) or world.prompts[row]
     for _ in range(4):
         world.step()
     assert named == [100] and world.steps.missed["no-lane"] > 1
     world.steps.end()
 
 
-def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
-    world = RankWorld(places=2, most=8).ready()
-    told, stepped = [], world.steps.interval_tuner.record_step
-    monkeypatch.setattr(world.steps.interval_tuner, "record_step", lambda requests: told.append(requests) or stepped(requests))
+def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have():
+    world, told = RankWorld(places=2, most=8).ready(), []
+
+    class Noting(IntervalTuner):
+        """Notes of how many requests it is told."""
+
+        def record_step(self, requests):
+            told.append(requests)
+            return super().record_step(requests)
+
+    world.steps.interval_tuner = Noting(1, 8)
     world.begin(1, 100, 40), world.begin(2, 480, 64)
 
     def handed_over():

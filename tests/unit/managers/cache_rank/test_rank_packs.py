@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest_of, signalled, state_of
 
-from sglang_ext.managers.cache_rank import rank_link
-from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
 from sglang_ext.managers.cache_rank.protocol import NUMBER_BITS, Append
 from sglang_ext.mem_cache.selection.predictors import RegressedQuery
 from sglang_ext_bench.longcot.packs import read_events
@@ -182,8 +181,7 @@ def test_requests_that_no_rank_takes_cost_choices_alone():
     assert world.steps.missed["memory-full"] == 1 and not world.steps.has_request(3) and world.steps.held_tokens == 0
 
 
-def test_nothing_waits_for_a_rank_that_is_gone_and_the_next_has_the_keys_anew(monkeypatch):
-    monkeypatch.setattr(rank_link, "RESTART_SECONDS", 0.0)
+def test_nothing_waits_for_a_rank_that_is_gone_and_the_next_has_the_keys_anew():
     world, rank = asked()
     world.steps.max_wait_seconds, first = 5.0, world.led(1)
     rank.ended = -9
@@ -258,9 +256,8 @@ def test_rows_that_a_copy_holds_are_not_sent_again_and_all_others_are():
 
 
 @pytest.fixture
-def start(monkeypatch):
+def start():
     """Starts real ranks; their processes end with the test."""
-    monkeypatch.setattr(rank_link, "RESTART_SECONDS", 0.05)
     made = []
 
     def world(**given):
@@ -393,6 +390,6 @@ def test_memory_has_no_name_is_taken_as_it_is_written_and_packs_have_words_of_th
     finally:
         os.close(descriptor)
     assert exchange.heads.shape[0] == 64 * LAYERS and {shape.entry(lane, first) for lane in (0, 63) for first in (0, 4)} == {0, 4, 315, 319}
-    assert exchange.next_sequence(7, 2) == 1
-    exchange.heads[shape.entry(7, 2), 1] = (3 << NUMBER_BITS) + 1
-    assert exchange.next_sequence(7, 2) == 2 and exchange.next_sequence(7, 3) == 1
+    exchange.publish(torch.randn(LAYERS, 1, HEADS * GROUP, DIM), [QueryUpload([0], shape.entry(7, 2), exchange.word(1))])
+    assert int(exchange.heads[shape.entry(7, 2), 1]) == (3 << NUMBER_BITS) + 1
+    assert (exchange.heads[shape.entry(7, 3)] == 3 << NUMBER_BITS).all(), "no request of the next pack"

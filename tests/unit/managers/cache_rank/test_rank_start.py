@@ -5,13 +5,13 @@ import logging
 import os
 import re
 import time
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from device_rank_helpers import RankWorld
 from rank_helpers import ScriptedRank, attach
+from rank_socket import RankSocket, serve
 from waiting import until
 
 from sglang_ext.core import OptionError
@@ -40,34 +40,44 @@ def test_messages_are_measured_as_fast_as_they_are_answered_however_seldom_the_h
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_one_that_attaches_for_long_is_borne_as_long_as_it_beats(monkeypatch, beats):
-    monkeypatch.setattr(links, "ATTACH_SECONDS", 0.5)
     link = RankLink(attach(), ExchangeBuffer(attach().shape, CPU, "cpu"), silence=0.1, start_process=ScriptedRank)
     link.poll(), link.poll()
-    process, end = ScriptedRank.made[-1], time.monotonic() + 1.5
-    while time.monotonic() < end and not process.ended:
+    process, now = ScriptedRank.made[-1], time.monotonic()
+    for seconds in range(0, int(3 * links.ATTACH_SECONDS), 5):
+        monkeypatch.setattr(time, "monotonic", lambda passed=seconds: now + passed)
         if beats:
             process.say(protocol.Heartbeat(link.epoch))
+        link.wait(0.02)
         link.poll()
-        time.sleep(0.02)
+        if process.ended:
+            break
     assert link.down_reason == ("starting" if beats else "silent") and not link.ready
     link.end()
 
 
+class TellingSocket(RankSocket):
+    """Keeps heartbeats, too."""
+
+    def send(self, frame, flags=0):
+        self.messages.append(protocol.decode_from_rank(frame))
+
+
 def test_it_beats_while_it_attaches(monkeypatch):
-    monkeypatch.setattr(selection_server, "BEAT_SECONDS", 0.02)
-    said = []
-    socket = SimpleNamespace(send=lambda frame, flags=0: said.append(protocol.decode_from_rank(frame)))
-    told = attach()
-    made = SelectionServer(socket, ExchangeBuffer(told.shape, CPU, "cpu").begin(told.epoch), told.epoch, CPU)
-    monkeypatch.setattr(made, "_probe", lambda: until(lambda: len(said) > 3) or 1e-3)
-    made._handle(told)
-    *beats, attached = said
+    told, socket, view = attach(), TellingSocket(), torch.frombuffer
+    arena = ExchangeBuffer(told.shape, CPU, "cpu")
+    made = SelectionServer(socket, arena.begin(told.epoch), told.epoch, CPU)
+    # The memory is mapped for long.
+    monkeypatch.setattr(torch, "frombuffer", lambda *given, **named: until(lambda: len(socket.messages) > 3) or view(*given, **named))
+    socket.tell(told)
+    serve(made)
+    *beats, attached = socket.messages
     assert isinstance(attached, protocol.Attached) and len(beats) > 3 and {type(each) for each in beats} == {protocol.Heartbeat}
-    time.sleep(0.1)
-    assert said[-1] is attached, "nobody else beats any more"
+    time.sleep(2 * selection_server.BEAT_SECONDS)
+    assert socket.messages[-1] is attached, "nobody else beats any more"
+    socket.tell(msgspec.structs.replace(told, version=0))
     with pytest.raises(protocol.ProtocolError, match="version and epoch"):
-        made._handle(msgspec.structs.replace(told, version=0))
-    assert isinstance(said[-1], protocol.AttachRefused)
+        serve(made)
+    assert isinstance(socket.messages[-1], protocol.AttachRefused)
 
 
 def test_too_little_shared_memory_is_refused_with_a_remedy(monkeypatch):

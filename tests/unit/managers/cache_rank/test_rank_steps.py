@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from device_rank_helpers import RankWorld, rank_here
 from rank_helpers import attach, pool, signalled
 from rank_socket import RankSocket, serve
+from sglang.srt.distributed.device_communicators import cuda_wrapper
+from waiting import tries, until
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank import protocol, selection_server, stepwise_client
@@ -20,6 +23,7 @@ from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, Excha
 from sglang_ext.managers.cache_rank.feature import fit_shape, rank_values, warn_if_few_lanes
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.cache_rank.stepwise_client import IntervalTuner
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -36,11 +40,16 @@ def shared(request):
     world.steps.end()
 
 
-def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
-    # It says that it takes a second for each request.
-    told = stepwise_client.IntervalTuner.record_replies
-    monkeypatch.setattr(stepwise_client.IntervalTuner, "record_replies", lambda self, seconds, together: told(self, 1.0, 1))
+class Slow(IntervalTuner):
+    """Of a rank that takes a second for each request."""
+
+    def record_replies(self, seconds, together):
+        super().record_replies(1.0, 1)
+
+
+def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read():
     world = RankWorld(places=16, most=8).ready()
+    world.steps.interval_tuner = Slow(1, 8)
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
         world.step()
@@ -64,9 +73,9 @@ def test_copies_of_contexts_of_all_lengths_are_compiled_for_before_any_request(w
     assert told == [(world.method, world.table, world.queries.pool.shape[2])]
 
 
-def test_questions_that_are_answered_together_cost_once_however_many_they_are(world, monkeypatch):
-    (link,), costs = world.links, []
-    monkeypatch.setattr(world.steps.interval_tuner, "record_replies", lambda *cost: costs.append(cost))
+def test_questions_that_are_answered_together_cost_once_however_many_they_are(world):
+    (link,), costs, tuner = world.links, [], world.steps.interval_tuner
+    world.steps.interval_tuner = SimpleNamespace(record_replies=lambda *cost: costs.append(cost))
 
     def answered(count, seconds, chosen=True):
         return [protocol.SelectionReply(1, lane, 0, 5, 9, chosen, seconds, 0.0, count) for lane in range(count)]
@@ -75,6 +84,7 @@ def test_questions_that_are_answered_together_cost_once_however_many_they_are(wo
     costs.clear()
     link.replies += [*answered(4, 20.0), *answered(4, 0.5), *answered(2, 0.0, chosen=False), *answered(1, 0.25)]
     world.steps.poll()
+    world.steps.interval_tuner = tuner
     assert costs == [(20.0, 4), (0.5, 4), (0.25, 1)]
 
 
@@ -302,20 +312,33 @@ def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
         assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
-def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put(monkeypatch):
-    monkeypatch.setattr(selection_server, "AHEAD_SECONDS", 20.0)
+def test_a_choice_that_was_launched_ahead_costs_what_it_takes_from_when_the_question_is_put():
     arena = ExchangeBuffer(attach().shape, torch.device("cpu"), "cpu")
     rank, socket = rank_here(arena, apart=True)
-    runner = rank._answering
-    choose = runner._select_positions
-    monkeypatch.setattr(runner, "_select_positions", lambda *given: time.sleep(0.2) or choose(*given))
     socket.tell(protocol.Lease(0, 0, (0,)))
-    socket.tell(protocol.SelectionRequest(0, 0, 5, 1, 64, 8, (63,), number=arena.reserve_number()))
-    put = threading.Timer(2.0, arena.publish, (torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(1))]))
-    put.start()
     serve(rank)
-    put.join()
-    assert socket.messages[-1].chosen and 0.2 <= socket.messages[-1].seconds < 2.0
+    put_at = []
+
+    def put(sequence):
+        put_at.append(time.monotonic())
+        arena.publish(torch.randn(5, 8, 6, 8), [QueryUpload([3], 0, arena.word(sequence))])
+
+    # The rank waits for the question in its first turn, at most AHEAD_SECONDS.
+    for sequence in tries(20, "a question was put while the rank waited for it"):
+        socket.tell(protocol.SelectionRequest(0, 0, 5, sequence + 1, 64, 8, (63,), number=arena.reserve_number()))
+        timer = threading.Timer(selection_server.AHEAD_SECONDS / 2, put, (sequence + 1,))
+        begun = time.monotonic()
+        timer.start()
+        serve(rank)
+        ahead = time.monotonic()
+        timer.join()
+        until(lambda: serve(rank) or socket.messages[-1].sequence == sequence + 1)
+        reply = socket.messages[-1]
+        assert reply.chosen
+        if reply.at <= ahead:
+            break
+    assert put_at[-1] - begun >= selection_server.AHEAD_SECONDS / 2
+    assert 0 < reply.seconds <= reply.at - put_at[-1], "not from when it was told of it"
 
 
 def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
@@ -401,34 +424,48 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
 NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass a smaller --kv-cache-rank-gb, or select another GPU with --kv-cache-rank-gpu"
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(ExchangeBufferError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} (none left)")],
-    ids=["mapped", "held"],
-)
-def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error, said):
-    def refuse(*given, **named):
+def fails(error):
+    """What raises this error, whatever it is given."""
+
+    def fail(*given, **named):
         raise error
 
-    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", refuse)
+    return fail
+
+
+def refusal(bits=16):
+    """Why a rank that would be on a GPU refuses."""
     socket = RankSocket()
-    socket.tell(attach())
+    socket.tell(attach(bits=bits))
     with pytest.raises(protocol.ProtocolError):
         serve(SelectionServer(socket, None, 1, torch.device("cpu")))
-    assert isinstance(socket.messages[-1], protocol.AttachRefused) and socket.messages[-1].reason == said
+    assert isinstance(socket.messages[-1], protocol.AttachRefused)
+    return socket.messages[-1].reason
 
 
-def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(monkeypatch):
-    def refuse(*given, **named):
-        raise OptionError("no products of integers: pass --kv-score-bits 16")
+@pytest.fixture
+def cuda(monkeypatch):
+    """SGLang's calls of CUDA, in the place of a GPU: they map any memory."""
+    mapped = SimpleNamespace(cudaIpcOpenMemHandle=lambda handle: SimpleNamespace(value=4096))
+    monkeypatch.setattr(cuda_wrapper, "CudaRTLibrary", lambda: mapped)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return mapped
 
-    monkeypatch.setattr(selection_server, "MappedExchangeBuffer", lambda shape, *given: SimpleNamespace(shape=shape))
-    monkeypatch.setattr(SelectionServer, "_warm_up_lengths", refuse)
-    socket = RankSocket()
-    socket.tell(attach(bits=8))
-    with pytest.raises(protocol.ProtocolError):
-        serve(SelectionServer(socket, None, 1, torch.device("cpu")))
-    assert socket.messages[-1].reason == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
+
+def test_a_rank_that_cannot_map_the_arena_says_why(cuda):
+    cuda.cudaIpcOpenMemHandle = fails(RuntimeError("no peer access"))
+    said = refusal()
+    assert said.startswith("memory of the inference rank cannot be mapped on cpu: no peer access; both processes need one user")
+
+
+def test_a_rank_that_cannot_hold_the_keys_says_why(monkeypatch):
+    monkeypatch.setattr(torch, "empty", fails(torch.OutOfMemoryError("none left")))
+    assert refusal() == f"{NO_ROOM} (none left)"
+
+
+def test_a_rank_whose_gpu_has_no_kernels_that_choose_says_why(cuda, monkeypatch):
+    monkeypatch.setattr(SelectionServer, "_warm_up_lengths", fails(OptionError("no products of integers: pass --kv-score-bits 16")))
+    assert refusal(bits=8) == "its GPU cannot select tokens: no products of integers: pass --kv-score-bits 16"
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
@@ -441,10 +478,10 @@ def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
 
 def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
     shape = attach().shape
-    small = ExchangeLayout.from_shape(shape).size
+    small = ExchangeLayout(shape).size
     assert fit_shape(shape, small) == shape
     many = fit_shape(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
-    assert 1 < many.lanes < 4096 and ExchangeLayout.from_shape(many).size <= 64 << 20
+    assert 1 < many.lanes < 4096 and ExchangeLayout(many).size <= 64 << 20
     assert fit_shape(shape, 1).lanes == 1
     with pytest.raises(ValueError, match="a row of 6 bytes"):
         int32_words(6)

@@ -13,7 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
-from link_helpers import QUICK, SETTINGS, Listener, Proxy, Sink, expected, part, shape
+from link_helpers import QUICK, SETTINGS, CountedMetrics, Listener, Proxy, Sink, expected, part, shape
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.limits import NetworkInterface
@@ -32,7 +32,7 @@ def offer(link, room, size=SIZE):
     held = {each: np.frombuffer(os.urandom(size), np.uint8).copy() for each in parts}
     for stream in Stream:
         for page in range(PAGES if stream is not Stream.AUX else 1):
-            link.offer(room, part(stream, b"first token" if stream is Stream.AUX else memoryview(held[stream, page]), page))
+            link.offer(room, *part(stream, b"first token" if stream is Stream.AUX else memoryview(held[stream, page]), page))
     return {key: payload.tobytes() for key, payload in held.items()}, [weakref.ref(payload) for payload in held.values()]
 
 
@@ -138,19 +138,19 @@ class Held(Sink):
 
 @pytest.mark.parametrize(("size", "gbps"), [(1000, None), (SIZE, SLOW)], ids=["quick", "slow"])
 def test_a_sender_hears_of_a_room_that_is_finished_by_parts_of_a_connection_that_broke(ends, size, gbps):
-    server, listener, sink = ends.server(), Listener(), Held()
+    metrics = CountedMetrics()
+    server, listener, sink = ends.server(metrics=metrics), Listener(), Held()
     ends.made.append(proxy := Proxy(server.endpoint))
     of, link = shape(PAGES, residual=False, aux=False), ends.link(proxy.endpoint, gbps=gbps)
     server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
     for page in range(PAGES):
-        link.offer(1, part(Stream.ANCHOR, os.urandom(size), page))
+        link.offer(1, *part(Stream.ANCHOR, os.urandom(size), page))
     # All have come whole, and wait for the sink, which holds the first.
-    until(lambda: server._writer._work_queue.qsize() == PAGES - 1)
-    before = set(server._peers)
+    until(lambda: metrics.sums["kv_link_received_bytes"] == PAGES * size)
     proxy.cut()
     # What was not written when it connected anew is sent again.
-    until(lambda: set(server._peers) - before)
+    until(lambda: metrics.sums["kv_link_reconnects"])
     sink.may.set()
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
     assert len(sink.parts) == PAGES and link.queued_bytes == 0

@@ -12,9 +12,9 @@ from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape
 from waiting import tries, until
 
 from sglang_ext.managers.kv_transfer import link_server
-from sglang_ext.managers.kv_transfer.connection import Connection, ReceivedPart
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
+from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, Stream
 
 
@@ -25,7 +25,7 @@ def fill(link, room, pages, size, streams=tuple(Stream), seed=0):
         for page in range(1 if stream is Stream.AUX else pages):
             payload = bytes([(seed + page) % 251]) + os.urandom(size if stream is not Stream.AUX else 100)
             content[stream, page] = payload
-            assert link.offer(room, part(stream, payload, page))
+            assert link.offer(room, *part(stream, payload, page))
     return content
 
 
@@ -142,54 +142,60 @@ def test_residuals_go_while_other_anchors_of_their_room_are_computed(ends):
     server.rooms.register(1, expected(shape(2)), sink)
     link.open(1, shape(2), listener)
     for stream in (Stream.RESIDUAL, Stream.ANCHOR):
-        link.offer(1, part(stream, b"12345"))
+        link.offer(1, *part(stream, b"12345"))
     until(lambda: (Stream.RESIDUAL, 0) in sink.content())
     for stream, page in ((Stream.RESIDUAL, 1), (Stream.AUX, 0), (Stream.ANCHOR, 1)):
-        link.offer(1, part(stream, b"12345", page))
+        link.offer(1, *part(stream, b"12345", page))
     until(lambda: listener.reasons == {1: None})
 
 
+class Metered(NetworkInterface):
+    """Keeps when what was sent, and how many bytes its link then had under way."""
+
+    def __init__(self, gbps=None):
+        super().__init__(gbps)
+        self.taken, self.outstanding, self.link = [], [], None
+
+    def take(self, size, now):
+        self.taken.append((now, size))
+        if self.link is not None:
+            self.outstanding.append(self.link.outstanding_bytes)
+        super().take(size, now)
+
+
 @pytest.mark.parametrize("gbps, size", [(0.05, 9_000_000), (1.0, 200_000_000)])
-def test_the_rate_is_kept_within_5_percent(ends, monkeypatch, gbps, size):
-    pages, payload, rate, taken, take = 100, bytes(size // 100), gbps * 1e9 / 8, [], NetworkInterface.take
-    monkeypatch.setattr(NetworkInterface, "take", lambda bucket, size, now: taken.append((now, size)) or take(bucket, size, now))
-    server = ends.server()
-    link = ends.link(server.endpoint, gbps=gbps)
+def test_the_rate_is_kept_within_5_percent(ends, gbps, size):
+    pages, payload, rate, interface = 100, bytes(size // 100), gbps * 1e9 / 8, Metered(gbps)
+    server, taken = ends.server(), interface.taken
+    link = ends.link(server.endpoint, interface=interface)
     # Other work on the machine may hold up a room, which is slower then; none is faster.
     for room in tries(10, "a room of this rate"):
         begun, of, sink = len(taken), shape(pages, residual=False, aux=False), Sink()
         server.rooms.register(room, expected(of), sink)
         link.open(room, of, Listener())
         for page in range(pages):
-            link.offer(room, part(Stream.ANCHOR, payload, page))
+            link.offer(room, *part(Stream.ANCHOR, payload, page))
         assert sink.over.wait(60)
         times, sizes = np.array(taken[begun:]).T
         # From each message to each later one no more than the rate gives in that time, a burst and a message.
         sent = np.cumsum(sizes)
         ahead = sent - rate * times - np.minimum.accumulate(sent - sizes - rate * times)
-        assert sent[-1] >= size and ahead.max() <= link._interface.burst + sizes.max() + 2
+        assert sent[-1] >= size and ahead.max() <= interface.burst + sizes.max() + 2
         if sent[-1] > 0.95 * rate * (times[-1] - times[0]):
             break
 
 
-@pytest.fixture
-def outstanding(monkeypatch):
-    """Bytes that a sender had under way after each frame."""
-    seen, send = [], Connection.send_frame
-
-    def sent(connection, *given):
-        told = send(connection, *given)
-        seen.append(connection.outstanding)
-        return told
-
-    monkeypatch.setattr(Connection, "send_frame", sent)
-    return seen
+def metered(ends, server, limits):
+    """A link, and the bytes that it had under way after each frame."""
+    interface = Metered()
+    interface.link = ends.link(server.endpoint, limits, interface=interface)
+    return interface.link, interface.outstanding
 
 
-def test_a_slow_sink_holds_its_sender_back(ends, outstanding):
+def test_a_slow_sink_holds_its_sender_back(ends):
     limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 18, ping_seconds=0.1)
     server = ends.server(limits=limits)
-    link, sink, listener = ends.link(server.endpoint, limits), Sink(delay=0.01), Listener()
+    (link, outstanding), sink, listener = metered(ends, server, limits), Sink(delay=0.01), Listener()
     of = shape(40, residual=False, aux=False)
     server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
@@ -231,16 +237,20 @@ def test_what_waits_for_a_sink_is_bounded_and_comes_in_order(ends):
     until(lambda: link.outstanding_bytes == 0)
 
 
-def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog, monkeypatch):
-    server, listener, sinks = ends.server(), Listener(), [Sink(), Sink()]
-    link, of, usual = ends.link(server.endpoint), shape(1, residual=False, aux=False), ReceivedPart.has_valid_checksum
+class BrokenMetrics(LinkMetrics):
+    """Cannot count the first room that ends."""
 
-    def broken(whole):
-        if whole.header.room == 0:
+    ended = 0
+
+    def add(self, name, count):
+        self.ended += name == "kv_link_rooms" and count < 0
+        if self.ended == 1 and count < 0:
             raise OSError("no such thing")
-        return usual(whole)
 
-    monkeypatch.setattr(ReceivedPart, "has_valid_checksum", broken)
+
+def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog):
+    server, listener, sinks = ends.server(metrics=BrokenMetrics()), Listener(), [Sink(), Sink()]
+    link, of = ends.link(server.endpoint), shape(1, residual=False, aux=False)
     for room, sink in enumerate(sinks):
         server.rooms.register(room, expected(of), sink)
         link.open(room, of, listener)
@@ -250,10 +260,10 @@ def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog, monkeypatch
     assert "no such thing" in caplog.text and not server.rooms
 
 
-def test_residuals_under_way_are_few(ends, outstanding):
+def test_residuals_under_way_are_few(ends):
     limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 22, residual_bytes=1 << 17, residual_seconds=0.0, ping_seconds=0.1)
     server = ends.server(limits=limits)
-    link, sink, listener = ends.link(server.endpoint, limits), Sink(delay=0.005), Listener()
+    (link, outstanding), sink, listener = metered(ends, server, limits), Sink(delay=0.005), Listener()
     of = shape(20, aux=False)
     server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
@@ -265,11 +275,11 @@ def test_residuals_under_way_are_few(ends, outstanding):
     assert 0 < max(outstanding) <= (1 << 17) + (1 << 16) + FRAME_OVERHEAD and listener.reasons == {1: None}
 
 
-def test_more_residuals_are_under_way_to_a_receiver_that_takes_more(ends, outstanding):
+def test_more_residuals_are_under_way_to_a_receiver_that_takes_more(ends):
     limits = LinkLimits(frame_bytes=1 << 14, window_bytes=1 << 21, residual_bytes=1 << 14, residual_seconds=1.0)
     server = ends.server(limits=limits)
     # Parts wait to be written, and so are not granted again.
-    link, sink, listener = ends.link(server.endpoint, limits), Sink(delay=0.01), Listener()
+    (link, outstanding), sink, listener = metered(ends, server, limits), Sink(delay=0.01), Listener()
     of = shape(40, aux=False)
     server.rooms.register(1, expected(of), sink)
     link.open(1, of, listener)
@@ -296,9 +306,9 @@ def test_too_many_queued_bytes_are_refused(ends):
     server.rooms.register(1, expected(shape(2)), Sink())
     link = ends.link(server.endpoint, LinkLimits(queued_bytes=1000))
     link.open(1, shape(2), Listener())
-    link.offer(1, part(Stream.RESIDUAL, bytes(900)))
+    link.offer(1, *part(Stream.RESIDUAL, bytes(900)))
     with pytest.raises(LinkError, match="900 bytes are queued .* and 200 more exceed queued_bytes, 1000"):
-        link.offer(1, part(Stream.RESIDUAL, bytes(200), 1))
+        link.offer(1, *part(Stream.RESIDUAL, bytes(200), 1))
 
 
 def test_an_empty_room_and_empty_parts_arrive(ends):
@@ -307,10 +317,10 @@ def test_an_empty_room_and_empty_parts_arrive(ends):
     for room, of in enumerate((shape(0, aux=False), shape(0), shape(2, aux=False))):
         server.rooms.register(room, expected(of), sinks[room])
         link.open(room, of, listener)
-    link.offer(1, part(Stream.AUX, b"token"))
+    link.offer(1, *part(Stream.AUX, b"token"))
     for page in range(2):
-        link.offer(2, part(Stream.ANCHOR, b"", page))
-        link.offer(2, part(Stream.RESIDUAL, b"", page))
+        link.offer(2, *part(Stream.ANCHOR, b"", page))
+        link.offer(2, *part(Stream.RESIDUAL, b"", page))
     until(lambda: listener.reasons == {0: None, 1: None, 2: None})
     assert all(sink.reasons == [None] for sink in sinks) and len(sinks[2].parts) == 4
 
@@ -324,7 +334,7 @@ def test_thousands_of_rooms_leave_nothing(ends):
             server.rooms.register(room, expected(of), Sink())
             link.open(room, of, listener)
             for stream in Stream:
-                link.offer(room, part(stream, b"1234"))
+                link.offer(room, *part(stream, b"1234"))
         until(lambda: len(listener.reasons) == begin + 500)
         until(lambda: link.outstanding_bytes == 0)
         assert len(server.rooms) == link.queued_bytes == 0
@@ -365,7 +375,7 @@ def test_a_closed_link_takes_nothing(ends):
         link.open(1, shape(1), Listener())
     with pytest.raises(LinkError, match="takes no rooms"):
         server.rooms.register(1, expected(shape(1)), Sink())
-    assert link.offer(1, part(Stream.ANCHOR, b"a")) is False
+    assert link.offer(1, *part(Stream.ANCHOR, b"a")) is False
     link.cancel(1)
     server.rooms.abort(1)
     assert not link.connected

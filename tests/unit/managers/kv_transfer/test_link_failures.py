@@ -25,7 +25,7 @@ ANCHORS = {"residual": False, "aux": False}
 def offer_anchors(link, room, pages, size):
     content = {(Stream.ANCHOR, page): os.urandom(size) for page in range(pages)}
     for (stream, page), payload in content.items():
-        link.offer(room, part(stream, payload, page))
+        link.offer(room, *part(stream, payload, page))
     return content
 
 
@@ -94,7 +94,7 @@ def test_cancelled_rooms_end_on_both_sides_and_others_go_on(ends):
     until(lambda: sinks[0].reasons)
     assert listener.reasons == {0: "the sender ended it: the client left", 1: None} and sinks[1].content() == content
     assert sinks[0].reasons == ["the sender ended it: the client left"] and len(sinks[0].parts) < 4
-    assert link.offer(0, part(Stream.ANCHOR, b"a")) is False
+    assert link.offer(0, *part(Stream.ANCHOR, b"a")) is False
     # The number may be used again.
     server.rooms.register(0, expected(of), again := Sink())
     link.open(0, of, second := Listener())
@@ -184,7 +184,7 @@ def test_a_sender_repeats_what_it_is_asked_for_and_gives_up_in_the_end(ends):
     ends.made.append(receiver := RawReceiver())
     link, listener = ends.link(receiver.endpoint), Listener()
     link.open(1, shape(1, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"bytes"))
+    link.offer(1, *part(Stream.ANCHOR, b"bytes"))
     receiver.welcome()
     for _ in range(3):
         frame, payload = receiver.hear_of(wire.Frame)
@@ -199,7 +199,7 @@ def test_a_receiver_that_acknowledges_nothing_fails_the_room_in_time(ends):
     ends.made.append(receiver := RawReceiver())
     link, listener = ends.link(receiver.endpoint, dataclasses.replace(QUICK, stall_seconds=0.5)), Listener()
     link.open(1, shape(1, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"bytes"))
+    link.offer(1, *part(Stream.ANCHOR, b"bytes"))
     receiver.welcome()
     with pytest.raises(AssertionError):
         receiver.hear_of(wire.Hello, 1.0)
@@ -304,7 +304,7 @@ def test_random_bytes_end_nothing(fuzzed, messages, greeted):
         sender.hello()
     for frames in messages:
         sender.socket.send_multipart(frames)
-    assert server._thread.is_alive()
+    assert any(thread.name == f"kv-links of {server.endpoint}" for thread in threading.enumerate())
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ def fuzzed(ends):
     # It still serves.
     server.rooms.register(1, expected(shape(1, **ANCHORS)), sink := Sink())
     ends.link(server.endpoint).open(1, shape(1, **ANCHORS), listener := Listener())
-    ends.made[-1].offer(1, part(Stream.ANCHOR, b"a"))
+    ends.made[-1].offer(1, *part(Stream.ANCHOR, b"a"))
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
 
 
@@ -340,7 +340,7 @@ def test_after_a_cut_only_what_is_missing_goes_again(ends):
     content = offer_anchors(link, 1, 40, 100_000)
     for page in range(40):
         content[Stream.RESIDUAL, page] = os.urandom(100_000)
-        link.offer(1, part(Stream.RESIDUAL, content[Stream.RESIDUAL, page], page))
+        link.offer(1, *part(Stream.RESIDUAL, content[Stream.RESIDUAL, page], page))
     for parts in (10, 50):
         until(lambda: len(sink.parts) >= parts)
         proxy.cut()
@@ -359,10 +359,10 @@ def test_a_silent_network_is_noticed_and_rooms_go_on_when_it_is_back(ends):
     link = ends.link(proxy.endpoint, dataclasses.replace(QUICK, silence_seconds=0.4))
     server.rooms.register(1, expected(shape(2, **ANCHORS)), sink)
     link.open(1, shape(2, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"one", 0))
+    link.offer(1, *part(Stream.ANCHOR, b"one", 0))
     until(lambda: sink.parts)
     proxy.mute = True
-    link.offer(1, part(Stream.ANCHOR, b"two", 1))
+    link.offer(1, *part(Stream.ANCHOR, b"two", 1))
     until(lambda: not link.connected)
     proxy.mute = False
     until(lambda: listener.reasons)
@@ -389,7 +389,7 @@ def test_a_receiver_that_was_restarted_does_not_know_the_room(ends, tmp_path):
     link, sink = ends.link(endpoint), Sink()
     server.rooms.register(1, expected(shape(2, **ANCHORS)), sink)
     link.open(1, shape(2, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"one", 0))
+    link.offer(1, *part(Stream.ANCHOR, b"one", 0))
     until(lambda: sink.parts)
     server.close()
     assert sink.reasons == ["the receiver closed its links"]
@@ -398,7 +398,7 @@ def test_a_receiver_that_was_restarted_does_not_know_the_room(ends, tmp_path):
     assert "unknown room" in listener.reasons[1]
     server.rooms.register(2, expected(shape(1, **ANCHORS)), sink := Sink())
     link.open(2, shape(1, **ANCHORS), listener)
-    link.offer(2, part(Stream.ANCHOR, b"after"))
+    link.offer(2, *part(Stream.ANCHOR, b"after"))
     until(lambda: listener.reasons.get(2, "") is None)
     assert sink.content() == {(Stream.ANCHOR, 0): b"after"}
 
@@ -429,7 +429,7 @@ def test_a_sink_that_raises_fails_its_room_alone(ends):
     for room, sink in enumerate(sinks):
         server.rooms.register(room, expected(shape(1, **ANCHORS)), sink)
         link.open(room, shape(1, **ANCHORS), listener)
-        link.offer(room, part(Stream.ANCHOR, b"a"))
+        link.offer(room, *part(Stream.ANCHOR, b"a"))
     until(lambda: len(listener.reasons) == 2)
     assert "no slot" in listener.reasons[0] and "no slot" in sinks[0].reasons[0] and listener.reasons[1] is None
 
@@ -445,7 +445,7 @@ def test_a_listener_that_raises_is_logged_and_the_link_goes_on(ends, caplog):
     for room in range(2):
         server.rooms.register(room, expected(shape(1, **ANCHORS)), Sink())
         link.open(room, shape(1, **ANCHORS), listener)
-        link.offer(room, part(Stream.ANCHOR, b"a"))
+        link.offer(room, *part(Stream.ANCHOR, b"a"))
     until(lambda: listener.reasons == {0: None, 1: None})
     assert "rude" in caplog.text
 

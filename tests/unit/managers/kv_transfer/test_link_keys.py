@@ -5,7 +5,7 @@ import logging
 import time
 
 import pytest
-from link_helpers import QUICK, Listener, Sink, expected, part, shape
+from link_helpers import QUICK, CountedMetrics, Listener, Sink, expected, part, shape
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.connection import Connection
@@ -21,7 +21,8 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
     monkeypatch.setattr(Connection, "__init__", lambda *given: (made(*given), time.sleep(pause))[0])
     LinkKeys.generate().write(tmp_path / "keys")
     keys, listener, sink = LinkKeys.read(tmp_path / "keys"), Listener(), Sink()
-    server = ends.server(keys=keys)
+    metrics = CountedMetrics()
+    server = ends.server(keys=keys, metrics=metrics)
     server.rooms.register(1, expected(shape(1, **ANCHORS)), sink)
     limits = dataclasses.replace(QUICK, resume_seconds=0.5)
     other = LinkKeys.generate()
@@ -36,10 +37,10 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
             assert all("not reached for 0.5 s: no handshake: this side has" in each.reasons[1] for each in failing)
             for _ in failing:
                 ends.made.pop().close()
-    assert server._peers == {} and sink.reasons == [] and caplog.text.count("no handshake: this side has") == 18, "once a link"
+    assert "kv_links" not in metrics.sums and sink.reasons == [] and caplog.text.count("no handshake: this side has") == 18, "once a link"
     link = ends.link(server.endpoint, keys=keys)
     link.open(1, shape(1, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"secret"))
+    link.offer(1, *part(Stream.ANCHOR, b"secret"))
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
 
 
@@ -50,6 +51,6 @@ def test_frames_of_the_largest_size_pass_encrypted(ends, size):
     server.rooms.register(1, expected(shape(1, **ANCHORS)), sink)
     link = ends.link(server.endpoint, keys=keys)
     link.open(1, shape(1, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, bytes(size)))
+    link.offer(1, *part(Stream.ANCHOR, bytes(size)))
     until(lambda: listener.reasons and sink.reasons)
     assert listener.reasons == {1: None} and sink.reasons == [None]

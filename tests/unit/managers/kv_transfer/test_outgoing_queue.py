@@ -20,8 +20,10 @@ def queue_of(*rooms, pages=2, **of):
     return queue
 
 
-def offer(queue, room, part):
-    return queue.offer(part, queue.header(room, part))
+def offer(queue, room, part, layers=LAYERS):
+    stream, payload, page, _ = part
+    payload = memoryview(payload)
+    return queue.offer(queue.header(room, stream, payload, page, layers, b""), payload)
 
 
 def send(queue):
@@ -29,8 +31,8 @@ def send(queue):
     sending = queue.next()
     if sending is None:
         return None
-    sent = sending.room, sending.part.stream, sending.part.page, sending.offset
-    queue.advance(sending, len(sending.part.payload[sending.offset : sending.offset + FRAME]))
+    sent = sending.header.room, sending.header.stream, sending.header.page, sending.offset
+    queue.advance(sending, len(sending.payload[sending.offset : sending.offset + FRAME]))
     return sent
 
 
@@ -163,7 +165,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
                 assert page in gone[Stream.ANCHOR]
             elif stream is Stream.AUX:
                 assert len(gone[Stream.ANCHOR]) == rooms[room].parts(Stream.ANCHOR)
-            if sending.offset >= len(sending.part.payload):
+            if sending.offset >= len(sending.payload):
                 sent_whole.setdefault((room, stream), set()).add(page)
                 unacked.append((room, stream, page))
         elif action == "ack" and unacked:
@@ -242,9 +244,7 @@ def test_ranges_of_layers_are_parts_of_their_own_and_headers_say_which():
     ranges = LayerRange(0, 10), LayerRange(10, 20)
     queue.open(9, shape(1, aux=False).__class__(1, ranges, residual=False, aux=False), Listener())
     queue.confirm(Have(9, **NOTHING))
-    offered = part(Stream.ANCHOR, b"abc")
-    offered.layers = ranges[1]
-    offer(queue, 9, offered)
+    offer(queue, 9, part(Stream.ANCHOR, b"abc"), ranges[1])
     header = queue.next().header
     assert (header.room, header.layers, header.rank, header.codec, header.size) == (9, ranges[1], 3, "lynx", 3)
     digest = header.digest()

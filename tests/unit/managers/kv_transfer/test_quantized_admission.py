@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import TokenTable, World, release
 
-from sglang_ext.hooks import quantized_prompts as hooks
+from sglang_ext.hooks import transfer as hooks
 from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator

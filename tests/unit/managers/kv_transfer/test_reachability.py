@@ -15,12 +15,12 @@ class Told:
     def __init__(self):
         self.links = self.again = 0
 
-    def add(self, gauge, count):
-        assert gauge == "kv_links"
-        self.links += count
-
-    def count_reconnect(self):
-        self.again += 1
+    def add(self, name, count):
+        assert name in ("kv_links", "kv_link_reconnects")
+        if name == "kv_links":
+            self.links += count
+        else:
+            self.again += count
 
 
 def reachability(told=None):

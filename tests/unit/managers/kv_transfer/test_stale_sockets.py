@@ -43,7 +43,7 @@ def answers(ends, server):
     server.rooms.register(1, expected(OF), Sink())
     link, listener = ends.link(server.endpoint), Listener()
     link.open(1, OF, listener)
-    link.offer(1, part(Stream.ANCHOR, b"whole"))
+    link.offer(1, *part(Stream.ANCHOR, b"whole"))
     until(lambda: listener.reasons)
     return listener.reasons == {1: None}
 

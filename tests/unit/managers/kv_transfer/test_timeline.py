@@ -40,5 +40,5 @@ def test_marks_and_events_of_now_have_one_clock(tmp_path):
     assert before - 0.01 <= made.at(mark) <= time.monotonic() + 0.01
 
 
-def test_without_a_file_there_is_none_and_a_file_that_is_missing_has_no_events(tmp_path):
-    assert TransferTimeline.of(None) is None and transfer_metrics.read_timeline(tmp_path / "none") == []
+def test_a_file_that_is_missing_has_no_events(tmp_path):
+    assert transfer_metrics.read_timeline(tmp_path / "none") == []

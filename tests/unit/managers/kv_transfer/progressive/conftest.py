@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from link_helpers import QUICK
 from sglang.srt.disaggregation.common import conn
-from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, make_pool
+from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, WatchedPool, make_pool
 
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
@@ -14,10 +14,10 @@ from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
 
-    def __init__(self, folder, reference="exact", prefill_reference=None, gbps=None, dtype=None, pools=None):
+    def __init__(self, folder, reference="exact", prefill_reference=None, gbps=None, dtype=None, pools=None, **of_peers):
         kinds = {} if dtype is None else {"dtype": dtype}
-        source, target = pools or (make_pool(seed=seed, **kinds) for seed in (1, 2))
-        self.prefill = PrefillManager(prefill_reference or reference, source, QUICK, gbps)
+        source, target = pools or (make_pool(seed=seed, kind=WatchedPool, **kinds) for seed in (1, 2))
+        self.prefill = PrefillManager(prefill_reference or reference, source, QUICK, gbps, **of_peers)
         self.decode = DecodeManager(reference, target, QUICK, f"ipc://{folder}/links/rank0")
         self.prefill.decode, self.decode.prefill = self.decode, self.prefill
         # Told of rooms whose requests begin on their anchors, where they do.

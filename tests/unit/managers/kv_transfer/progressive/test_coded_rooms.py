@@ -11,28 +11,29 @@ from hypothesis import strategies as st
 from link_helpers import SETTINGS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
-from transfer_helpers import make_pool, rows, settled
+from transfer_helpers import WatchedPool, make_pool, rows, settled
 from waiting import until
 
 from sglang_ext.config.disaggregation_options import quantized_transfer_settings
+from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.sender import MAX_PACKED_BYTES
 from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream, settings_mismatch
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors.catalogue import method
 
-DIM, ALL = 64, LayerRange(0, 2)
+DIM = 64
 METHODS = (("hack", 4, 64), ("hack", 2, 32), ("int4", None, None), ("kivi", 2, None), ("turboquant", None, None))
 
 
 def pool_of(seed, dtype=torch.float32):
     """A pool, and the same by KV heads."""
-    pool = make_pool(dtype, seed=seed, key_dim=DIM, value_dim=DIM)
+    pool = make_pool(dtype, seed=seed, key_dim=DIM, value_dim=DIM, kind=WatchedPool)
     keys, values = (tuple(each.view(len(each), -1, DIM) for each in kind) for kind in (pool.keys, pool.values))
     return pool, KVBuffers((0, 1), (1.0, 1.0), keys, values)
 
@@ -69,10 +70,10 @@ def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(nam
     where = QuantizedPromptSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
     ends, sizes = sent.ends(400), []
     for start, stop in zip([0, *ends], ends):
-        part = sent.encode(PlacedPage(start, slots[start:stop]), ALL).anchor
+        part = sent.encode(PlacedPage(start, slots[start:stop])).anchor
         sizes.append(len(part))
-        assert len(part) <= sent.most_bytes(Stream.ANCHOR, ALL)
-        received.write_anchor(PlacedPage(start, where.slots(start, stop)), ALL, part)
+        assert len(part) <= sent.most_bytes(Stream.ANCHOR)
+        received.write_anchor(PlacedPage(start, where.slots(start, stop)), part)
     assert torch.equal(rows(target, where.sinks), rows(source, slots[:begin]))
     assert torch.equal(rows(target, where.tail), rows(source, slots[end:]))
     # Last, as it writes to the source.
@@ -116,9 +117,9 @@ def test_a_page_of_another_length_and_a_residual_are_refused():
     packing = packing_of(buffers)
     codec = QuantizedPromptCodec(pool, packing, buffers, 4, 68)
     with pytest.raises(LinkError, match="a page of 1 blocks of 64 tokens has 3 bytes; expected are "):
-        codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b"abc"))
+        codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), memoryview(b"abc"))
     with pytest.raises(LinkError, match="no residuals"):
-        codec.write_residual(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b""), memoryview(b"abc"))
+        codec.write_residual(PlacedPage(4, some(packing.block_slots, 1)), memoryview(b""), memoryview(b"abc"))
 
 
 def test_a_prompts_slots_are_those_of_its_copy_and_of_the_tokens_after_it_in_whole_pages():
@@ -172,7 +173,8 @@ class Coded:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tokens=st.integers(260, 500), chunks=st.sets(st.integers(1, 16), max_size=4))
 def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
-    made = Coded(servers, tokens)
+    made, received = Coded(servers, tokens), {}
+    made.both.decode.timeline = SimpleNamespace(add_event=lambda room, kind, number: received.update({kind: number}))
     sender, receiver = made.begin(sorted(chunks))
     until(lambda: settled(sender) and settled(receiver))
     assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
@@ -184,15 +186,16 @@ def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
     targets = copied(made.packing, made.here, made.slots, where.begin, where.end, seeds)
     assert torch.equal(rows(target, where.blocks), rows(source, targets))
     # Of 2 layers with 2 heads of 64 channels in float32, some 5 numbers to one.
-    assert receiver._writer.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
+    assert received["complete"] < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
     made.both.close()
 
 
-def test_slots_for_codes_are_there_before_the_prefill_server_is_asked(servers, monkeypatch):
+def test_slots_for_codes_are_there_before_the_prefill_server_is_asked(servers):
     made, waits = Coded(servers, 300), []
-    monkeypatch.setattr(PoolBuffers, "synchronize", lambda self: waits.append((self, len(made.both.decode.said))))
+    made.both.prefill.pool.watch(waits.append)
+    made.both.decode.pool.watch(lambda kind: waits.append((kind, len(made.both.decode.said))))
     made.receiver()
-    assert waits == [(made.both.decode.pool, 0)] and made.both.decode.said, "threads of links read them on another stream"
+    assert waits == [("all", 0)] and made.both.decode.said, "threads of links read them on another stream"
 
 
 def test_a_prefill_server_that_packs_nothing_says_so(servers):
@@ -207,19 +210,20 @@ def test_a_prefill_server_that_packs_nothing_says_so(servers):
 
 def test_a_prompt_that_was_packed_before_its_decode_side_had_room_arrives_though_its_slots_are_others_now(servers):
     made = Coded(servers, 300)
-    source, waiting = made.both.prefill.pool, made.both.prefill.waiting
+    source = made.both.prefill.pool
     sender = made.both.sender(7, made.prompt)
-    assert sender.pack_early(made.where.begin, made.where.end, made.slots) and sender.is_waiting_packed and waiting.held > 0
+    assert sender.pack_early(made.where.begin, made.where.end, made.slots) and sender.is_waiting_packed
+    assert made.both.prefill.packed_bytes > 0
     tail, seeds = rows(source, made.slots[made.where.end :]), token_seeds(made.prompt, 300, torch.device("cpu"))
     blocks = rows(source, copied(made.packing, made.here, made.slots, made.where.begin, made.where.end, seeds))
-    for each in source.tensors(0, 2):
+    for each in source.tensors:
         each.zero_()
     sender, receiver = made.begin(sender=sender)
     until(lambda: settled(sender) and settled(receiver))
     assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
     target = made.both.decode.pool
     assert torch.equal(rows(target, made.where.blocks), blocks) and torch.equal(rows(target, made.where.tail[: len(tail)]), tail)
-    assert waiting.held == 0 and not sender.is_waiting_packed
+    assert made.both.prefill.packed_bytes == 0 and not sender.is_waiting_packed
 
 
 def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_waits_no_more(servers):
@@ -230,28 +234,31 @@ def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_wai
     until(lambda: settled(sender) and settled(receiver))
     with pytest.raises(KVTransferError, match="tokens 4 to 196 of the prompt are packed, and .* asks for 4 to 260: give both"):
         sender.failure_exception()
-    assert receiver.poll() == KVPoll.Failed and made.both.prefill.waiting.held == 0
+    assert receiver.poll() == KVPoll.Failed and made.both.prefill.packed_bytes == 0
 
 
 def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(servers):
     made = Coded(servers, 300)
     sender, other = (made.both.sender(room, made.prompt) for room in (7, 8))
     assert sender.pack_early(made.where.begin, made.where.end, made.slots)
-    waiting = made.both.prefill.waiting
-    waiting.most = waiting.held
+    # Prompts of other requests take the rest of what may wait.
+    others = MAX_PACKED_BYTES - made.both.prefill.packed_bytes
+    made.both.prefill.packed_bytes += others
     assert not other.pack_early(made.where.begin, made.where.end, made.slots) and not other.is_waiting_packed
     sender.abort()
     # SGLang looks at aborted requests once more.
     assert not sender.pack_early(made.where.begin, made.where.end, made.slots)
-    assert waiting.held == 0 and other.pack_early(made.where.begin, made.where.end, made.slots)
+    assert made.both.prefill.packed_bytes == others and other.pack_early(made.where.begin, made.where.end, made.slots)
 
 
 def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
     made = Coded(servers, 300)
-    wrong = handshakes.RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
-    sender = made.both.sender(7, made.prompt)
-    with pytest.raises(LinkError, match="up to 580 are to be quantized, of a prompt of 300"):
-        sender._room(wrong)
+    decode, sender = made.both.decode, made.both.sender(7, made.prompt)
+    here = decode.links.endpoint, wire.encode(decode.settings), (*decode.aux.sizes, 0)
+    sender.on_metadata(handshakes.RoomMetadata(handshakes.CONTROL_VERSION, 7, "h", 4, *here, 0, 300, 1, (4, 4 + 64 * 9)))
+    sender.init(19, 3)
+    with pytest.raises(KVTransferError, match="up to 580 are to be quantized, of a prompt of 300"):
+        sender.failure_exception()
 
 
 def flags(**changed):

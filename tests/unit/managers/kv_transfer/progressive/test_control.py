@@ -133,11 +133,10 @@ def test_metadata_of_a_sender_that_left_is_refused_with_its_reason_once(rooms, r
     assert again.heard == [metadata(1, attempt=12)] and len(refused) == 1
 
 
-def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeypatch):
-    monkeypatch.setattr(handshakes, "MAX_WAITING", 3)
-    for room in range(5):
+def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused):
+    for room in range(handshakes.MAX_WAITING + 2):
         rooms.take(metadata(room))
-    assert [room for room, _ in refused] == [0, 1] and "before 3 others" in refused[0][1]
+    assert [room for room, _ in refused] == [0, 1] and f"before {handshakes.MAX_WAITING} others" in refused[0][1]
 
 
 @pytest.mark.parametrize(

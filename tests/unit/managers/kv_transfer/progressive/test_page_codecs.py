@@ -14,29 +14,28 @@ from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_code
 from sglang_ext.managers.kv_transfer.progressive.lynx_codec import ALIGNED, pack_streams, unpack_streams
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, page_tokens
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError, Stream
+from sglang_ext.managers.kv_transfer.wire import LinkError, Stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL = LayerRange(0, LAYERS)
 
 
 def slots(tokens, seed):
     return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]
 
 
-def move(reference, dtype, tokens, start=0, seed=0, change=lambda pool: None, layers=ALL, **kind):
+def move(reference, dtype, tokens, start=0, seed=0, change=lambda pool: None, **kind):
     """The pools of both sides after a page went from one to the other, its slots there, and its streams."""
     source, target = (make_pool(dtype, seed=each, **kind) for each in (seed, seed + 1))
     change(source)
     sender, receiver = make_codec(reference, source), make_codec(reference, target)
-    encoded = sender.encode(PlacedPage(start, slots(tokens, seed)), layers)
-    assert bytes(encoded.anchor) == bytes(sender.start(PlacedPage(start, slots(tokens, seed)), layers, residual=False)().anchor)
-    assert len(encoded.anchor) <= sender.most_bytes(Stream.ANCHOR, layers)
+    encoded = sender.encode(PlacedPage(start, slots(tokens, seed)))
+    assert bytes(encoded.anchor) == bytes(sender.start(PlacedPage(start, slots(tokens, seed)), residual=False)().anchor)
+    assert len(encoded.anchor) <= sender.most_bytes(Stream.ANCHOR)
     there = PlacedPage(start, slots(tokens, seed + 5))
-    receiver.write_anchor(there, layers, encoded.anchor)
+    receiver.write_anchor(there, encoded.anchor)
     if encoded.residual is not None:
-        assert len(encoded.residual) <= sender.most_bytes(Stream.RESIDUAL, layers)
-        receiver.write_residual(there, layers, encoded.anchor, encoded.residual)
+        assert len(encoded.residual) <= sender.most_bytes(Stream.RESIDUAL)
+        receiver.write_residual(there, encoded.anchor, encoded.residual)
     return source, target, encoded
 
 
@@ -51,20 +50,29 @@ def test_exact_and_raw_restore_the_pools_bits_and_touch_no_other_slot(reference,
     assert torch.equal(rows(target, others), rows(make_pool(dtype, seed=seed + 1), others))
 
 
+class Watched:
+    """A codec, and the names of the methods with which it wrote."""
+
+    def __init__(self, codec):
+        self.codec, self.written = codec, []
+
+    def __getattr__(self, name):
+        if name.startswith("write_"):
+            self.written.append(name)
+        return getattr(self.codec, name)
+
+
 @pytest.mark.parametrize("reference", ["raw", "int8", "exact"])
-def test_kernels_are_compiled_with_slot_0_alone(reference, monkeypatch):
+def test_kernels_are_compiled_with_slot_0_alone(reference):
     pool = make_pool(torch.bfloat16)
-    for tensor in pool.tensors(0, LAYERS):
+    for tensor in pool.tensors:
         tensor[0] = float("nan")
-    codec, written = make_codec(reference, pool), []
+    codec = Watched(make_codec(reference, pool))
     before = rows(pool, torch.arange(1, SLOTS))
-    for name in ("write_anchor", "write_residual"):
-        method = getattr(type(codec), name)
-        monkeypatch.setattr(type(codec), name, lambda *given, method=method, name=name: (written.append(name), method(*given)))
-    compile_kernels(codec, ALL, False)
-    assert not written
-    compile_kernels(codec, ALL, True)
-    assert written.count("write_anchor") == 2 and written.count("write_residual") == 2 * codec.has_residual
+    compile_kernels(codec, False)
+    assert not codec.written
+    compile_kernels(codec, True)
+    assert codec.written.count("write_anchor") == 2 and codec.written.count("write_residual") == 2 * codec.has_residual
     assert torch.equal(rows(pool, torch.arange(1, SLOTS)), before)
 
 
@@ -72,7 +80,7 @@ def test_kernels_are_compiled_with_slot_0_alone(reference, monkeypatch):
 def test_numbers_that_are_none_and_extremes_arrive_bit_for_bit(dtype):
     def change(pool):
         least = torch.finfo(dtype)
-        for tensor in pool.tensors(0, LAYERS):
+        for tensor in pool.tensors:
             tensor[::3, 0], tensor[1::3, 1], tensor[:, 2] = float("nan"), float("-inf"), -0.0
             tensor[:, 3], tensor[:, 4] = least.max, least.tiny / 4
 
@@ -84,15 +92,15 @@ def test_the_8_bit_reference_is_closer_than_the_anchor_alone():
     source, target, encoded = move("int8", torch.float32, 64)
     there, page = slots(64, 5), source.keys[0][slots(64, 0)]
     close = (target.keys[0][there] - page).abs().max()
-    make_codec("int8", target).write_anchor(PlacedPage(0, there), ALL, encoded.anchor)
+    make_codec("int8", target).write_anchor(PlacedPage(0, there), encoded.anchor)
     coarse = (target.keys[0][there] - page).abs().max()
     assert 0 < close < coarse / 4 and torch.equal(target.keys[0][there][:4], page[:4])  # the sinks
 
 
-def streams_apart(pool, page, layers, reference):
+def streams_apart(pool, page, reference):
     """Both streams of a page, put together tensor by tensor."""
     found, sinks = [], min(len(page.slots), max(0, 4 - page.start))
-    for tensor in pool.tensors(layers.first, layers.count):
+    for tensor in pool.tensors:
         layout = PageLayout(len(page.slots), tensor.shape[1], pool.dtype, sinks=sinks, reference=reference)
         found += encode_page([tensor], layout, page.slots)
     return [bytes(pack_streams(streams, pool.blocks)) for streams in zip(*found, strict=True)]
@@ -106,38 +114,31 @@ def test_streams_are_those_of_each_tensor_raw_or_not(reference, dtype, tokens, s
     codec, page = make_codec(reference, pool), PlacedPage(start, slots(tokens, 1))
     if raw:
         pool.values[1][page.slots[-1], 2] = float("inf")
-    for layers in (ALL, LayerRange(1, 1)):
-        anchor, residual = streams_apart(pool, page, layers, reference)
-        encoded = codec.encode(page, layers)
-        assert (bytes(encoded.anchor), bytes(encoded.residual)) == (anchor, residual)
-        assert bytes(codec.start(page, layers, residual=False)().anchor) == anchor
-        assert bytes(codec.start(page, layers, anchor=False)().residual) == residual
-        receiver = make_codec(reference, target)
-        receiver.write_residual(page, layers, encoded.anchor, encoded.residual)
-        if raw or reference == "exact":
-            mine, theirs = (each.values[1][page.slots].view(torch.uint8) for each in (pool, target))
-            assert torch.equal(mine, theirs)
+    anchor, residual = streams_apart(pool, page, reference)
+    encoded = codec.encode(page)
+    assert (bytes(encoded.anchor), bytes(encoded.residual)) == (anchor, residual)
+    assert bytes(codec.start(page, residual=False)().anchor) == anchor
+    assert bytes(codec.start(page, anchor=False)().residual) == residual
+    receiver = make_codec(reference, target)
+    receiver.write_residual(page, encoded.anchor, encoded.residual)
+    if raw or reference == "exact":
+        mine, theirs = (each.values[1][page.slots].view(torch.uint8) for each in (pool, target))
+        assert torch.equal(mine, theirs)
 
 
 def test_streams_whose_sizes_say_something_else_are_refused():
     pool = make_pool()
     codec, page = make_codec("int8", pool), PlacedPage(0, slots(64, 0))
-    encoded = codec.encode(page, ALL)
+    encoded = codec.encode(page)
     changed = bytearray(encoded.anchor)
     # Two streams exchange 16 bytes: all together they are as long as before.
     sizes = np.frombuffer(changed, "<u4", 2 * LAYERS)
     sizes[0] += 16
     sizes[1] -= 16
     with pytest.raises(LinkError, match="no streams of a page of 64 tokens"):
-        codec.write_anchor(page, ALL, memoryview(changed))
+        codec.write_anchor(page, memoryview(changed))
     with pytest.raises(LinkError, match="no streams of a page of 64 tokens"):
-        codec.write_residual(page, ALL, memoryview(changed), encoded.residual)
-
-
-def test_layers_can_travel_one_by_one():
-    source, target, _ = move("exact", torch.bfloat16, 40, layers=LayerRange(1, 1))
-    there, here = slots(40, 5), slots(40, 0)
-    assert torch.equal(target.values[1][there], source.values[1][here]) and not torch.equal(target.keys[0][there], source.keys[0][here])
+        codec.write_residual(page, memoryview(changed), encoded.residual)
 
 
 @pytest.mark.parametrize("reference", ["raw", "int8", "exact"])
@@ -145,17 +146,17 @@ def test_layers_can_travel_one_by_one():
 def test_streams_of_another_size_are_refused(reference, cut):
     pool = make_pool()
     codec, page = make_codec(reference, pool), PlacedPage(0, slots(64, 0))
-    encoded = codec.encode(page, ALL)
+    encoded = codec.encode(page)
     with pytest.raises(LinkError):
-        codec.write_anchor(page, ALL, memoryview(cut(bytes(encoded.anchor))))
+        codec.write_anchor(page, memoryview(cut(bytes(encoded.anchor))))
     with pytest.raises(LinkError):
-        codec.write_residual(page, ALL, encoded.anchor, memoryview(cut(bytes(encoded.residual or b"12"))))
+        codec.write_residual(page, encoded.anchor, memoryview(cut(bytes(encoded.residual or b"12"))))
 
 
 def test_a_pool_that_the_codec_does_not_take_is_refused_with_a_remedy():
     with pytest.raises(LinkError, match="float8.*--kv-reference raw"):
         make_codec("exact", make_pool(torch.float8_e4m3fn))
-    assert make_codec("raw", make_pool(torch.float8_e4m3fn)).encode(PlacedPage(0, slots(4, 0)), ALL).residual is None
+    assert make_codec("raw", make_pool(torch.float8_e4m3fn)).encode(PlacedPage(0, slots(4, 0))).residual is None
 
 
 CODEC_FILE = """
@@ -172,13 +173,13 @@ class Own(BenchCodec):
     def for_pool(cls, pool):
         return cls(pool)
 
-    def most_bytes(self, stream, layers):
+    def most_bytes(self, stream):
         return 0
 
-    def encode_anchor(self, page, layers):
+    def encode_anchor(self, page):
         return memoryview(b"")
 
-    def write_anchor(self, page, layers, anchor):
+    def write_anchor(self, page, anchor):
         pass
 
 

@@ -21,15 +21,15 @@ PAGES, SIZE = 12, 100
 class Codec:
     """Says what it is asked for."""
 
-    has_residual, pool = True, SimpleNamespace(use_stream=nullcontext)
+    has_residual, pool = True, SimpleNamespace(use_stream=nullcontext, layer_range=LayerRange(0, 1))
 
     def __init__(self, held=None, broken=None):
         self.asked, self.finished, self.held, self.broken = [], [], held, broken
 
-    def most_bytes(self, stream, layers):
+    def most_bytes(self, stream):
         return SIZE
 
-    def start(self, page, layers, anchor=True, residual=True):
+    def start(self, page, anchor=True, residual=True):
         self.asked.append(("both" if anchor and residual else "anchor" if anchor else "residual", page.start))
         streams = [memoryview(bytes(SIZE)) if wanted else None for wanted in (anchor, residual)]
 
@@ -61,8 +61,8 @@ class FakeLink:
     def open(self, room, shape, listener):
         pass
 
-    def offer(self, room, part):
-        self.offered.append(part)
+    def offer(self, room, stream, payload, page=0, layers=None, prefix_hash=b""):
+        self.offered.append(SimpleNamespace(stream=stream, payload=payload, page=page))
         return True
 
     def close(self, timeout):
@@ -73,7 +73,7 @@ def sent(quick):
     """What was asked of the codec, and offered to the link, for a room of :data:`PAGES`."""
     link, codec, done = FakeLink(quick), Codec(), Event()
     told = SimpleNamespace(succeed=done.set, fail=pytest.fail)
-    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+    room = RoomEncoder(1, codec, range(PAGES), [bytes(32)] * PAGES, told)
     peer = DecodePeer(link)
     peer.open(room)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
@@ -94,13 +94,13 @@ def test_slots_are_kept_until_their_page_is_encoded_and_no_longer():
     class Reading(Codec):
         has_residual = False
 
-        def start(self, page, layers, anchor=True, residual=True):
+        def start(self, page, anchor=True, residual=True):
             slots.append(weakref.ref(page.slots))
             self.asked.append(page.start)
             return lambda: held.wait(10) and alive.append(slots[0]() is not None) or EncodedPage(memoryview(bytes(SIZE)), None)
 
     codec, told = Reading(), SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
-    rooms = [RoomEncoder(number, codec, LayerRange(0, 1), [0], [bytes(32)], told) for number in range(2)]
+    rooms = [RoomEncoder(number, codec, [0], [bytes(32)], told) for number in range(2)]
     peer = DecodePeer(FakeLink(quick=True))
     peer.send(rooms[0], (torch.tensor([0]),), None)
     until(lambda: codec.asked)
@@ -127,7 +127,7 @@ def test_a_link_with_enough_to_do_has_residuals_encoded_with_their_anchors():
 def test_where_too_much_waits_residuals_are_put_off_all_the_same():
     link, codec = FakeLink(quick=False), Codec()
     told = SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
-    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+    room = RoomEncoder(1, codec, range(PAGES), [bytes(32)] * PAGES, told)
     peer = DecodePeer(link, most_before_residuals=(MIN_QUEUED_ANCHORS + 2) * SIZE)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     until(lambda: any(part.stream is Stream.AUX for part in link.offered))
@@ -138,7 +138,7 @@ def test_where_too_much_waits_residuals_are_put_off_all_the_same():
 def test_a_few_pages_are_begun_while_the_first_is_waited_for():
     link, held = FakeLink(quick=True), Event()
     codec, told = Codec(held), SimpleNamespace(succeed=Event(), fail=pytest.fail)
-    room = RoomEncoder(1, codec, LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, SimpleNamespace(succeed=told.succeed.set, fail=pytest.fail))
+    room = RoomEncoder(1, codec, range(PAGES), [bytes(32)] * PAGES, SimpleNamespace(succeed=told.succeed.set, fail=pytest.fail))
     peer = DecodePeer(link)
     peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     until(lambda: len(codec.asked) == DEPTH and codec.finished == [0])
@@ -158,7 +158,7 @@ def test_a_page_that_breaks_fails_its_room_and_others_go_on(caplog):
         (1, 3, SimpleNamespace(succeed=pytest.fail, fail=reasons.append)),
         (2, None, SimpleNamespace(succeed=done.set, fail=pytest.fail)),
     ):
-        room = RoomEncoder(number, Codec(broken=broken), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+        room = RoomEncoder(number, Codec(broken=broken), range(PAGES), [bytes(32)] * PAGES, told)
         peer.send(room, tuple(torch.tensor([page]) for page in range(PAGES)), bytes(16))
     assert done.wait(10)
     peer.close()
@@ -169,8 +169,8 @@ def test_all_peers_together_hold_no_more_than_their_limit_and_each_gets_a_part()
     class Whole(Codec):
         has_residual = False
 
-        def start(self, page, layers, anchor=True, residual=True):
-            return super().start(page, layers, anchor, residual=False)
+        def start(self, page, anchor=True, residual=True):
+            return super().start(page, anchor, residual=False)
 
     limit, links = 10 * SIZE, {}
     peers = DecodePeers(lambda endpoint: links.setdefault(endpoint, FakeLink(quick=False)), most_in_all=limit)
@@ -178,7 +178,7 @@ def test_all_peers_together_hold_no_more_than_their_limit_and_each_gets_a_part()
     opened = []
 
     def send(endpoint):
-        room = RoomEncoder(len(links), Whole(), LayerRange(0, 1), range(PAGES), [bytes(32)] * PAGES, told)
+        room = RoomEncoder(len(links), Whole(), range(PAGES), [bytes(32)] * PAGES, told)
         opened.append(peers.open(endpoint, room))
         opened[-1].send(room, tuple(torch.tensor([page]) for page in range(PAGES)), None)
 

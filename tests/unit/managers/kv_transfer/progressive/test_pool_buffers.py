@@ -4,26 +4,26 @@ import dataclasses
 
 import pytest
 import torch
-from transfer_helpers import make_pool
+from transfer_helpers import WatchedPool, make_pool
 
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError
+from sglang_ext.managers.kv_transfer.wire import LinkError
 
 
 def test_tensors_are_the_pools_own_memory():
     pool = make_pool(torch.bfloat16)
     pool.values[1][7] = 3.0
     assert (pool.args.tensors[3][7] == 3).all()
-    assert [tensor.data_ptr() for tensor in pool.tensors(1, 1)] == [pool.args.kv_data_ptrs[1], pool.args.kv_data_ptrs[3]]
+    assert [tensor.data_ptr() for tensor in pool.tensors] == pool.args.kv_data_ptrs
 
 
 def test_addresses_of_tensors_are_there_before_another_stream_may_read_them(monkeypatch):
-    pool, seen, layers = make_pool(torch.bfloat16), [], LayerRange(0, 2)
+    pool, seen = make_pool(torch.bfloat16, kind=WatchedPool), []
     monkeypatch.setattr(PoolBuffers, "_by_kernel", lambda self, like: True)
-    monkeypatch.setattr(PoolBuffers, "synchronize", lambda self: seen.append(dict(self._parts)))
-    parts = pool.parts(layers, slice(0, 2))
+    pool.watch(lambda kind: seen.append(dict(pool._parts)))
+    parts = pool.parts(slice(0, 2))
     assert seen == [{}] and "table" in vars(parts)
-    assert pool.parts(layers, slice(0, 2)) is parts and len(seen) == 1
+    assert pool.parts(slice(0, 2)) is parts and len(seen) == 1
 
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"key_dim": 8}, {"dtype": torch.float16}], ids=["heads", "dim", "dtype"])

@@ -16,11 +16,11 @@ from sglang_ext.managers.kv_transfer import transfer_metrics
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
-from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage
-from sglang_ext.managers.kv_transfer.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.lynx_codec import LynxCodec
+from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedPage, RawCodec, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
-from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, Stream
+from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, RoomShape, Stream
 
 PAGE = 16
 
@@ -79,15 +79,20 @@ def test_kv_and_the_record_arrive_whatever_the_chunks(servers, reference, tokens
     assert not both.decode.links.rooms and not both.prefill.request_status and not both.decode.request_status
 
 
-def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatch):
+def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers):
     both, freed = servers("exact"), threading.Event()
-    write = both.decode.codec.write_residual
-    monkeypatch.setattr(type(both.decode.codec), "write_residual", lambda codec, *residual: freed.wait(20) and write(*residual))
+
+    class Waiting(LynxCodec):
+        def write_residual(self, *residual):
+            assert freed.wait(20)
+            super().write_residual(*residual)
+
+    both.decode.codec = Waiting(both.decode.pool, "exact", UNIT)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: settled(sender))
     assert sender.poll() == KVPoll.Success and receiver.poll() == KVPoll.WaitingForInput
     kept = rows(both.prefill.pool, here)
-    for tensor in both.prefill.pool.tensors(0, 2):
+    for tensor in both.prefill.pool.tensors:
         tensor.zero_()
     sender.clear()
     freed.set()
@@ -95,9 +100,8 @@ def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers, monkeypatc
     assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), kept)
 
 
-def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, monkeypatch):
-    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1, 1 << 30))
-    both = servers("exact", gbps=0.01)
+def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers):
+    both = servers("exact", gbps=0.01, most_before_residuals=1)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: receiver.anchor_ready)
     assert sender.poll() == KVPoll.WaitingForInput and not receiver.complete
@@ -106,9 +110,8 @@ def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, mo
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
 
 
-def test_pages_without_residual_have_none_to_wait_with(servers, monkeypatch):
-    monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1 << 15, 1 << 30))
-    both = servers("raw", gbps=0.01)
+def test_pages_without_residual_have_none_to_wait_with(servers):
+    both = servers("raw", gbps=0.01, most_before_residuals=1 << 15)
     sender, receiver, here, there = transfer(both, 7, list(range(640)))
     until(lambda: settled(sender) and settled(receiver))
     assert receiver.poll() == KVPoll.Success
@@ -225,11 +228,12 @@ def test_nothing_is_written_once_an_aborted_receiver_is_cleared(servers):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_are_others(servers, monkeypatch, whole):
+def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_are_others(servers, whole):
     both, waits = servers("exact", gbps=None if whole else 0.02), []
     sender, receiver, _, _ = transfer(both, 7, list(range(640)))
     until(lambda: receiver.complete if whole else receiver.anchor_ready)
-    monkeypatch.setattr(PoolBuffers, "synchronize_links", lambda self: waits.append((self, len(both.decode.links.rooms))))
+    both.decode.pool.watch(lambda kind: waits.append((kind, len(both.decode.links.rooms))))
+    both.prefill.pool.watch(lambda kind: kind == "links" and waits.append(kind))
     if whole:
         until(lambda: settled(receiver))
         receiver.clear()
@@ -238,7 +242,7 @@ def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_ar
         with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
             receiver.failure_exception()
     # After the room ended, or what waits in the sink would follow.
-    assert waits == [(both.decode.pool, 0)] * (not whole)
+    assert waits == [("links", 0)] * (not whole)
 
 
 def test_a_sender_that_was_aborted_before_it_met_its_decode_side_refuses_it(servers):
@@ -363,16 +367,15 @@ def test_who_waits_too_long_fails_and_says_for_what(servers):
             end.failure_exception()
 
 
-def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers, monkeypatch):
+def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers):
+    class Breaking(RawCodec):
+        def start(self, page, **streams):
+            if len(page.slots) == 5:
+                raise RuntimeError("no memory")
+            return super().start(page, **streams)
+
     both = servers("raw")
-    start = both.prefill.codec.start
-
-    def broken(page, layers, **streams):
-        if len(page.slots) == 5:
-            raise RuntimeError("no memory")
-        return start(page, layers, **streams)
-
-    monkeypatch.setattr(type(both.prefill.codec), "start", lambda codec, page, layers, **streams: broken(page, layers, **streams))
+    both.prefill.codec = Breaking(both.prefill.pool, UNIT)
     failing = transfer(both, 7, list(range(69)))[:2]
     other = transfer(both, 8, list(range(80)))[:2]
     until(lambda: all(settled(end) for end in (*failing, *other)))
@@ -407,20 +410,32 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
     assert sizes[0] == sizes[1] == rows(both.prefill.pool, torch.arange(200)).numel() if reference == "raw" else sizes[0] < sizes[1]
 
 
+class Counting(LynxCodec):
+    """Counts the residuals that it wrote."""
+
+    residuals = 0
+
+    def write_residual(self, *residual):
+        super().write_residual(*residual)
+        object.__setattr__(self, "residuals", self.residuals + 1)
+
+
 def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(servers, tmp_path):
     both = servers("exact")
+    both.decode.codec = Counting(both.decode.pool, "exact", UNIT)
     both.decode.timeline = TransferTimeline(tmp_path / "times")
     (source, here), (target, there) = pages_of(200, 7), pages_of(200, 8)
     receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
     receiver.send_metadata(target, 5, decode_prefix_len=0)
     sender.init(len(source), 3)
     sender.send(source[:5], num_kv_tokens=5 * PAGE)
-    until(lambda: receiver._writer.size and not receiver._writer._anchors)
+    # The first page, and its residual.
+    until(lambda: both.decode.codec.residuals)
     sender.send(source[5:], num_kv_tokens=200 - 5 * PAGE)
     until(lambda: settled(sender) and settled(receiver))
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
     codec = both.prefill.codec
-    anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT]), both.prefill.layers).anchor for begin in range(0, 200, UNIT)]
+    anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT])).anchor for begin in range(0, 200, UNIT)]
     events = {event.kind: event for event in transfer_metrics.read_timeline(tmp_path / "times")}
     assert events["anchor"].number == sum(map(len, anchors)) < events["complete"].number
 
@@ -441,25 +456,25 @@ def raw():
 
 
 def parts_of(both, room, prompt, there):
-    """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and the room's number on the link."""
-    codec, layers = both.prefill.codec, both.prefill.layers
+    """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and what opens it on the link."""
+    codec, layers = both.prefill.codec, both.prefill.pool.layer_range
     receiver = both.receiver(room, prompt)
     receiver.send_metadata(there, 5, decode_prefix_len=0)
     room = both.decode.said[-1].link_room
-    pages = receiver._writer._pages
+    slots, ends = torch.from_numpy((there[:, None] * PAGE + np.arange(PAGE)).ravel()[: len(prompt)]), codec.ends(len(prompt))
     made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
-    for page in pages:
-        anchor, residual = codec.encode(page, layers)
+    for begin, end in zip([0, *ends], ends):
+        anchor, residual = codec.encode(PlacedPage(begin, slots[begin:end]))
         made[Stream.ANCHOR].append(anchor)
         made[Stream.RESIDUAL].append(residual)
-    hashes = receiver._writer._hashes
+    hashes = page_hashes(prompt, ends)
     found = {}
     for stream, payloads in made.items():
         found[stream] = []
         for page, payload in enumerate(payloads):
             named = b"" if stream is Stream.AUX else hashes[page]
             found[stream].append((PageHeader(room, stream, page, layers, 0, codec.name, len(payload), named).sealed(payload), payload))
-    return receiver, found, room
+    return receiver, found, (room, RoomShape(len(ends), (layers,)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -468,7 +483,7 @@ def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._writer.expected.shape)
+    sender.open(*room)
     for stream in Stream:
         random.Random(seed).shuffle(found[stream])
         for header, payload in found[stream]:
@@ -481,16 +496,18 @@ def test_an_anchor_that_was_changed_on_the_way_is_waited_for_by_its_residual_and
     """A sender hears late of what it has to send once more, where the receiver has much to write: the record and residuals go meanwhile."""
     both = servers("exact")
     both.begin = lambda rest: None
+    both.decode.codec = Counting(both.decode.pool, "exact", UNIT)
     pages, there = pages_of(300, 2)
     receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(room, receiver._writer.expected.shape)
+    sender.open(*room)
     late, payload = found[Stream.ANCHOR][2]
     for stream in (Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL):
         for header, content in found[stream]:
             sender.say(Frame(header, 0), bytes(len(content)) if header == late else bytes(content))
-    assert sender.hear_of(Retransmit) == Retransmit(room, Stream.ANCHOR, 2)
-    until(lambda: len(receiver._writer._residuals) == 1 and not receiver._writer._anchors)
+    assert sender.hear_of(Retransmit) == Retransmit(room[0], Stream.ANCHOR, 2)
+    # All others are written, which came after that of the anchor, too.
+    until(lambda: both.decode.codec.residuals == len(found[Stream.RESIDUAL]) - 1)
     assert not receiver.anchor_ready and receiver.poll() == KVPoll.WaitingForInput
     sender.say(Frame(late, 0), bytes(payload))
     until(lambda: settled(receiver) and receiver.complete)

@@ -8,7 +8,6 @@ from test_rooms_between_servers import begun_early, pages_of, send, settled, tra
 from transfer_helpers import rows
 from waiting import until
 
-from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 
 PROMPT = list(range(640))
@@ -38,11 +37,9 @@ def test_a_second_request_with_a_room_does_not_hide_that_the_first_failed(server
 
 @pytest.mark.parametrize("residuals_wait", [False, True])
 @pytest.mark.parametrize("asked", ["while the first is sent", "before SGLang saw the end", "before it was through with it", "after that"])
-def test_a_request_that_is_prefilled_again_is_served_whatever_is_left_of_the_first_time(servers, monkeypatch, residuals_wait, asked):
-    if residuals_wait:
-        # In the pool: the sender is not through when the decode side gives its slots back.
-        monkeypatch.setattr(peers.DecodePeer.__init__, "__defaults__", (1, 1 << 30))
-    both = servers("exact", gbps=0.01)
+def test_a_request_that_is_prefilled_again_is_served_whatever_is_left_of_the_first_time(servers, residuals_wait, asked):
+    # Residuals wait in the pool: the sender is not through when the decode side gives its slots back.
+    both = servers("exact", gbps=0.01, **({"most_before_residuals": 1} if residuals_wait else {}))
     first, receiver, source, here, there = given_back(both)
     again = both.sender(7, PROMPT) if asked == "while the first is sent" else None
     until(lambda: both.prefill.check_status(first.bootstrap_room) in (KVPoll.Success, KVPoll.Failed))
