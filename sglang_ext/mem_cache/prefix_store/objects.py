@@ -43,8 +43,6 @@ FORMS = ("anchored", "raw", "packed")
 MAGIC, VERSION = b"sglextKV", 1
 BITS, SINKS = 4, 4
 """Bits of an anchor's codes, and first tokens of a prompt that anchors hold exactly."""
-SHORT_SCALES_FROM = 128
-"""Page size from which scales have 8 bits. That saves .25 bits a number at 128 tokens, .37 at 256, and none at 64."""
 MAX_TENSORS = 1 << 12
 """Most tensors of a page that a check without its format accepts."""
 HASH_BYTES, CHECKSUM_BYTES = 32, 16
@@ -105,8 +103,7 @@ class ObjectFormat:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the settings, the codec's settings, and the version."""
-        first, short = self.layout(0), self.page_size >= SHORT_SCALES_FROM
-        settings = asdict(self) | {"dtype": str(self.dtype), "version": VERSION, "bits": BITS, "sinks": first.sinks, "short_scales": short}
+        settings = asdict(self) | {"dtype": str(self.dtype), "version": VERSION, "bits": BITS, "sinks": self.layout(0).sinks}
         return sha256(json.dumps(settings, sort_keys=True).encode()).digest()
 
     @property
@@ -116,8 +113,8 @@ class ObjectFormat:
 
     def layout(self, start: int) -> PageLayout:
         """Layout of each tensor of the page whose first token has prompt position ``start``."""
-        sinks, short = min(self.page_size, max(0, SINKS - start)), self.page_size >= SHORT_SCALES_FROM
-        return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, short, "exact")
+        sinks = min(self.page_size, max(0, SINKS - start))
+        return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, "exact")
 
     @cached_property
     def header_bytes(self) -> int:
