@@ -30,7 +30,7 @@ OF_FEATURES = (
 
 def arguments(**flags):
     plain = {"kv_mode": "verified", "kv_compressor": "snapkv", "kv_more_compressors": None, "kv_budget": 0.25, "kv_prefill": "exact"}
-    off = {"kv_host_gb": None, "kv_cache_ranks": 0, "disaggregation_mode": "null", "disaggregation_transfer_backend": "mooncake"}
+    off = {"kv_host_gb": None, "kv_store": None, "kv_cache_ranks": 0, "disaggregation_mode": "null", "disaggregation_transfer_backend": "mooncake"}
     resolved = {"enable_deterministic_inference": False, "disable_radix_cache": False, "device": "cpu"}
     return SimpleNamespace(**plain | off | resolved | flags)
 
@@ -42,6 +42,8 @@ def arguments(**flags):
         ({"kv_mode": "lossy"}, []),
         ({"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive"}, ["KVTransfer"]),
         ({"kv_host_gb": 1.0}, ["HostOffload"]),
+        ({"kv_host_gb": 1.0, "kv_store": "file:/store"}, ["HostOffload", "PrefixStorage"]),
+        ({"kv_store": "file:/store"}, []),
         ({"kv_mode": "lossy", "kv_compressor": "kivi", "kv_budget": 1.0}, ["QuantizedAttention"]),
         ({"kv_mode": "lossy", "kv_compressor": "hack", "kv_host_gb": 1.0, "kv_prefill": "quantized"}, ["HostOffload", "QuantizedAttention"]),
         ({"kv_compressor": "quest"}, ["SparseAttention"]),
