@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoredObject, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoredObject, StoreError
 from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
+from sglang_ext.mem_cache.prefix_store.urls import open_backend
 from sglang_ext.tools import CommandError, exit_code
 
 GB = 10**9

@@ -1,15 +1,13 @@
-"""The interface of a prefix store's backend, and the backend of a URL.
+"""The interface of a prefix store's backend.
 
 A backend holds objects. An object is a name and bytes that never change: the name says what the bytes are. So a reader needs no lock, and
 two servers that write one object write the same bytes. A backend may lose any object at any time; readers compute what they do not find.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from sglang_ext.core import OptionError
 
 NAME = re.compile(r"[0-9a-f]{16,64}/[0-9a-f]{64}")
 """Names of objects: the namespace and the hash of a page, in hexadecimal digits. So a name is safe in a path, a key and a URL."""
@@ -114,57 +112,3 @@ def check_name(name: str) -> str:
     if NAME.fullmatch(name) is None:
         raise ValueError(f"object {name!r}: pass 16 to 64 hexadecimal digits, a slash, and the 64 digits of a page's hash")
     return name
-
-
-def _open_file(url: str, max_bytes: int | None) -> StoreBackend:
-    from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
-
-    return FileBackend.from_url(url, max_bytes)
-
-
-def _open_redis(url: str, max_bytes: int | None) -> StoreBackend:
-    from sglang_ext.mem_cache.prefix_store.redis_backend import RedisBackend
-
-    return RedisBackend.from_url(url, max_bytes)
-
-
-def _open_s3(url: str, max_bytes: int | None) -> StoreBackend:
-    from sglang_ext.mem_cache.prefix_store.s3_backend import S3Backend
-
-    return S3Backend.from_url(url, max_bytes)
-
-
-def _open_mooncake(url: str, max_bytes: int | None) -> StoreBackend:
-    from sglang_ext.mem_cache.prefix_store.mooncake_backend import MooncakeBackend
-
-    return MooncakeBackend.from_url(url, max_bytes)
-
-
-BACKENDS: dict[str, tuple[str, Callable[[str, int | None], StoreBackend]]] = {
-    "file": ("file:FOLDER", _open_file),
-    "redis": ("redis://HOST:PORT/DATABASE", _open_redis),
-    "mooncake": ("mooncake://MASTER:PORT", _open_mooncake),
-    "s3": ("s3://BUCKET/PREFIX?endpoint=URL", _open_s3),
-}
-"""For each scheme of a URL the form of its URLs, and a function that opens one. A backend's library is imported if a URL needs it."""
-
-
-def check_url(url: str) -> None:
-    """Raise ``OptionError`` unless a backend has the scheme of ``url``."""
-    if url.partition(":")[0] not in BACKENDS:
-        raise OptionError(f"--kv-store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
-
-
-def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
-    """Open the backend of a URL.
-
-    Args:
-        url: For example ``file:/mnt/prefixes``.
-        max_bytes: Bytes at which old objects are deleted. None: the default of the backend.
-
-    Raises:
-        OptionError: The URL is malformed, its library is not installed, or the backend cannot be bounded.
-        StoreError: The store cannot be reached.
-    """
-    check_url(url)
-    return BACKENDS[url.partition(":")[0]][1](url, max_bytes)
