@@ -2,10 +2,14 @@
 
 import dataclasses
 import pkgutil
+import sys
+from types import SimpleNamespace
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_ext.hooks import activation as hooking, table as hooks, transfer_table
+from sglang_ext.hooks.algorithm import worker_class
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + transfer_table.TRANSFER_HOOKS, ids=lambda h: h.target)
@@ -58,3 +62,19 @@ def test_a_name_that_the_transfer_backend_needs_and_that_moved_stops_its_start()
     moved = dataclasses.replace(transfer_table.TRANSFER_NAMES[0], target="sglang.srt.disaggregation.common.conn.no_such_function")
     with pytest.raises(hooking.HookError, match="progressive cannot start: .*no_such_function.*mooncake"):
         hooking.check_transfer([moved])
+
+
+def test_a_scheduler_checks_its_hooks_before_it_applies_them(monkeypatch, capsys):
+    # SGLang's function with another parameter, as in another version.
+    monkeypatch.setattr("sglang.srt.layers.sampler.multinomial_with_seed", lambda logprobs, seed: None)
+    with pytest.raises(SystemExit):
+        worker_class(SimpleNamespace(kv_mode="verified"))
+    assert "multinomial_with_seed" in capsys.readouterr().err
+
+
+def test_a_patched_fork_calls_its_hooks_itself(monkeypatch):
+    moved = dataclasses.replace(hooks.HOOKS[0], target="sglang.srt.managers.scheduler.no_such_function")
+    # This module exists in the fork alone.
+    monkeypatch.setitem(sys.modules, "sglang.srt.kv_seams", SimpleNamespace(__spec__=object()))
+    hooking.activate((moved,))
+    assert moved.target not in HookRegistry._hooks

@@ -92,8 +92,9 @@ class Behind:
     """In the place of a second stream: what was put for it is read no earlier than somebody waits for it."""
 
     def __init__(self, arena):
-        self._publish, self._left = arena.publish, []
-        arena.publish = lambda *given: self._left.append(given)
+        # As each call is made, it is fixed what it announces. Otherwise an earlier one would announce a question that is not written yet.
+        self._publish, self._left = arena._publish, []
+        arena._publish = lambda *given: self._left.append(given)
 
     def launch(self, work, read):
         work()
