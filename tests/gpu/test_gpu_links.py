@@ -110,7 +110,7 @@ def test_pages_leave_while_a_model_computes(reference):
     in_thread(lambda: room.offer(link, room.start_page(slots, True)) or True)
     assert not computed.query(), "the page waited for all that was launched before it"
     computed.synchronize()
-    assert len(parts) % 2 == 0 and bytes(parts[0]) == bytes(parts[len(parts) // 2])
+    assert len(parts) % 2 == 0 and bytes(parts[0].payload) == bytes(parts[len(parts) // 2].payload)
 
 
 @pytest.mark.parametrize("named", [("hack", 4, 64), ("hack", 2, 32), ("kivi", 2, None), ("turboquant", None, None)], ids=str)

@@ -278,7 +278,8 @@ def check_any_length(compiled):
         for length in (1, 1024, 1025, 2048, 2049, 4097, 8191, 10000, 16385, 32767, 32768, 32769, 40000):
             ask = SelectionRequest(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
             rank._answering.hold(0, torch.zeros(length, dtype=torch.int64))
-            rank._answering.prepare([ask], [1]).launch()
+            _, launch = rank._answering.prepare([ask], [1])
+            launch()
             rank._answering.forget(0)
             met |= {id(made) for name, made in compiled[begin:] if name == "mark_top_tokens"}
         late = [name for name, made in compiled[begin:] if id(made) not in there]
