@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, VERIFIED, Server, greedy
-from waiting import until
+from waiting import tries, until
 
 pytestmark = pytest.mark.server
 UNIT = 64
@@ -30,6 +30,15 @@ def objects(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if path.is_file() and len(path.name) == 64]
 
 
+def check_stored(server: Server, prompts: list[list[int]], expected: list[list[int]], whole: list[int]) -> list[dict]:
+    """Answers that are stock's, to prompts that come from the store as far as it has them. On a busy machine computing may be faster."""
+    for _ in tries(5, "all prompts come from the store"):
+        found = server.ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))
+        assert [each["output_ids"] for each in found] == expected
+        if [from_store(each) for each in found] == whole:
+            return found
+
+
 def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(launch, prompts, expected, tmp_path):
     store = tmp_path / "store"
     first = launch(*flags(store), env=STRICT)
@@ -39,17 +48,14 @@ def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(la
     # Answers are written, too.
     pages = sum((len(ids) + EXPECTED_TOKENS - 1) // UNIT for ids in prompts)
     until(lambda: len(objects(store)) >= pages, "all pages are written")
-    flushed = first.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
-    assert [each["output_ids"] for each in flushed] == expected
-    assert [from_store(each) for each in flushed] == [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
+    whole = [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
+    check_stored(first, prompts, expected, whole)
     # Another process, with other compressed KV.
     second = launch(*flags(store), "--kv-compressor", "sink-recent", env=STRICT)
     warm_up(second)
-    found = second.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
-    assert [each["output_ids"] for each in found] == expected
-    assert [from_store(each) for each in found] == [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
-    assert second.metric("sglang_ext:store_hit_pages_total") == sum((len(ids) - 1) // UNIT for ids in prompts)
+    found = check_stored(second, prompts, expected, whole)
     assert all(each["meta_info"]["kv_drafts"] > 0 for each in found)
+    assert second.metric("sglang_ext:store_hit_pages_total") >= sum(whole) // UNIT
     # Damaged pages are computed.
     for path in objects(store):
         path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
