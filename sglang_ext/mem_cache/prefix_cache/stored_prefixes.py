@@ -63,7 +63,7 @@ class Fetch:
     begin: int
     pages: list[StoredPage]
     found: "Future[int]"
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
     num_pages: int | None = None
     host_pages: torch.Tensor | None = None
     run: PageRun | None = None
@@ -283,7 +283,7 @@ class StoredPrefixes:
         """Whether reading would take longer than computing, by measured rates."""
         rate, compute = self.store.rate, self.compute.seconds(tokens)
         page_bytes = self.unit // self._page_size * self.host.tier.pool.page_bytes
-        return rate is not None and compute is not None and pages * page_bytes / (rate * min(READERS, pages)) > compute
+        return rate is not None and compute is not None and pages * page_bytes > compute * rate * min(READERS, pages)
 
     def _is_too_slow(self, fetch: Fetch) -> bool:
         """Whether the pages that are missing would take longer than computing them, by the progress so far."""

@@ -24,6 +24,9 @@ RETRY_SECONDS = 5.0
 RATE_DECAY = 0.8
 """Weight of earlier reads in the measured rate, with each new one."""
 
+RATE_SECONDS = 30.0
+"""Age at which the measured rate is forgotten. Otherwise a store that was slow once would never be read again."""
+
 PageDone = Callable[[int, Sequence[torch.Tensor]], None]
 """Receives the index of a restored page, and its tensors."""
 PageTensors = Callable[[], Sequence[torch.Tensor]]
@@ -121,7 +124,7 @@ class PrefixStore:
         self._lock = threading.Lock()
         self._failed_until = 0.0
         self._is_failed = False
-        self._bytes = self._seconds = 0.0
+        self._bytes = self._seconds = self._measured_at = 0.0
 
     @property
     def answers(self) -> bool:
@@ -130,8 +133,9 @@ class PrefixStore:
 
     @property
     def rate(self) -> float | None:
-        """Bytes of KV that a reading thread restores per second. None until pages were read."""
-        return self._bytes / self._seconds if self._seconds else None
+        """Bytes of KV that a reading thread restores per second. None if no page was read in the last :data:`RATE_SECONDS`."""
+        is_known = self._seconds > 0 and time.monotonic() - self._measured_at < RATE_SECONDS
+        return self._bytes / self._seconds if is_known else None
 
     def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[bool]":
         """Write a page in a thread. The result is whether the store has it.
@@ -220,8 +224,10 @@ class PrefixStore:
                 self.counters.read_pages += 1
                 self.counters.read_bytes += size
                 self.counters.read_seconds += seconds
-            self._bytes = RATE_DECAY * self._bytes + size * restored
+            # A page that came too late counts: it was read.
+            self._bytes = RATE_DECAY * self._bytes + size
             self._seconds = RATE_DECAY * self._seconds + seconds
+            self._measured_at = time.monotonic()
         return restored
 
     def _request(self, ask, default):

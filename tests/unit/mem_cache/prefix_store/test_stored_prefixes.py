@@ -141,7 +141,7 @@ def worlds(tmp_path):
         world.close()
 
 
-PROMPT = list(range(100, 141))
+PROMPT, OTHER = list(range(100, 141)), list(range(300, 341))
 
 
 @pytest.mark.parametrize("form", ["raw", "anchored"])
@@ -261,9 +261,10 @@ def test_a_request_that_is_aborted_while_pages_arrive_leaves_nothing(worlds):
     second.check_nothing_missing()
 
 
-def test_a_slow_store_is_given_up_and_what_arrived_is_used(worlds):
+def test_a_slow_store_is_given_up_and_what_arrived_is_used(worlds, monkeypatch):
     first, second = worlds(), worlds()
-    first.serve(PROMPT)
+    for prompt in (PROMPT, OTHER):
+        first.serve(prompt)
     first.written()
     # Computing takes some milliseconds.
     second.stored.compute.begin("an earlier request")
@@ -275,8 +276,19 @@ def test_a_slow_store_is_given_up_and_what_arrived_is_used(worlds):
     assert time.monotonic() - before < 0.2
     time.sleep(0.5)
     # Now it is known to be slow.
-    assert second.serve([*PROMPT[:33], 1, 2, 3, 4, 5, 6, 7, 8]) == 0
+    assert second.serve(OTHER) == 0 and second.stored.skipped_slow == 1
     second.check_owners()
+    # After a while it is tried again.
+    second.written()
+    second.cache.reset()
+    second.allocator.clear()
+    second.stored.compute = stored_prefixes.ComputeRate()
+    second.stored.compute.begin("a request on a busy machine")
+    time.sleep(0.1)
+    second.stored.compute.end("a request on a busy machine", 1)
+    second.backend.seconds, now = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 31)
+    assert second.serve(OTHER) == 40
 
 
 def test_pages_that_wait_to_be_written_keep_their_content(worlds, tmp_path):
