@@ -45,7 +45,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
     args = SimpleNamespace(
         **{
             "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None, "disaggregation_mode": "null",
-            "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
+            "kv_full_tier": "device", "kv_host_gb": 0, "kv_store": None, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
             "kv_budget": None, "kv_more_compressors": ",".join(methods[1:]),
             "kv_head_budgets": "equal", "kv_prefill": "exact", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
