@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sglang_ext.doctor import checks
 from sglang_ext.doctor.__main__ import checks_for
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.level_quantizers import lloyd_max
 
 
 @pytest.fixture
@@ -36,7 +37,10 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
 
-    with FakeTensorMode():
+    # Computed once in a process: they must be real, for other tests too.
+    for dim in (96, 128):
+        lloyd_max(dim, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         yield has
 
 
