@@ -40,6 +40,9 @@ LOOKUP_SECONDS, FETCH_SECONDS = 1.0, 30.0
 """Longest wait for the lookup, and for all pages of a request."""
 GRACE_SECONDS, GRACE_SHARE = 0.05, 0.05
 """Before this time, and this share of the time that computing would take, a fetch is not judged by its progress."""
+SPIN_SECONDS = 0.001
+"""If a request is asked for again so soon, the scheduler has no other work. Then it waits so long, because it would keep the interpreter from
+the reading threads."""
 RECENT_RATES = 16
 """Newest prefills whose fastest rate counts. Beside other requests a prefill takes longer."""
 
@@ -56,6 +59,7 @@ class Fetch:
         since: When it began, in seconds.
         num_pages: Pages that are read: those that all ranks found. None before that is known.
         host_pages: Host pages for the tokens from ``begin`` on, int64.
+        asked: When the scheduler last asked for the request, in seconds.
         run: The pages that are being read.
     """
 
@@ -67,6 +71,13 @@ class Fetch:
     num_pages: int | None = None
     host_pages: torch.Tensor | None = None
     run: PageRun | None = None
+    asked: float = 0.0
+
+    def wait_if_idle(self) -> None:
+        """Wait if the scheduler asks again at once."""
+        if time.monotonic() - self.asked < SPIN_SECONDS:
+            time.sleep(SPIN_SECONDS)
+        self.asked = time.monotonic()
 
 
 class ComputeRate:
@@ -216,11 +227,13 @@ class StoredPrefixes:
             self.compute.begin(rid)
             return True
         if fetch.num_pages is None and not self._begin_reading(fetch):
+            fetch.wait_if_idle()
             return False
         if fetch.run is not None:
             now = fetch.run.restored, fetch.run.ended, self._is_too_slow(fetch)
             states = self._ranks.gather(now)
             if not all(ended for _, ended, _ in states) and not states[0][2]:
+                fetch.wait_if_idle()
                 return False
             fetch.run.stop()
             restored = min(self._ranks.gather(fetch.run.restored))
