@@ -16,8 +16,7 @@ from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.hooks import activation as hooking
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import LinkError
-from sglang_ext.mem_cache.prefix_store.backend import UNIT
-from sglang_ext.mem_cache.prefix_store.urls import check_url
+from sglang_ext.mem_cache.prefix_store.backend import UNIT, check_url
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,21 @@ Servers may use the store meanwhile: they compute what they do not find.
 import argparse
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoredObject, StoreError
+from sglang_ext.mem_cache.prefix_store.backend import (
+    MAX_OBJECT_BYTES,
+    ReadRange,
+    StoreBackend,
+    StoredObject,
+    StoreError,
+    open_backend,
+)
 from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
-from sglang_ext.mem_cache.prefix_store.urls import open_backend
 from sglang_ext.tools import CommandError, exit_code
 
 GB = 10**9
@@ -81,13 +87,11 @@ def list_pages(args: argparse.Namespace, console: Console) -> int:
 def check_pages(args: argparse.Namespace, console: Console) -> int:
     """Compare all checksums, and print the damaged pages."""
     backend, count, damaged = open_backend(args.url), 0, []
-    for each in backend.objects():
+    for page, content in _contents(backend):
         count += 1
-        try:
-            check_object(backend, each.name)
-        except ObjectError as error:
-            damaged.append(each.name)
-            console.print(str(error), soft_wrap=True)
+        if isinstance(content, ObjectError):
+            damaged.append(page.name)
+            console.print(str(content), soft_wrap=True)
     if args.delete and damaged:
         backend.delete(damaged)
     console.print(f"{count} pages, {len(damaged)} damaged{' and deleted' if args.delete and damaged else ''}")
@@ -102,16 +106,16 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
     pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
     if args.older_than is not None and any(each.used_at is None for each in pages):
         raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
-    gone = [each for each in pages if _is_outdated(each, args)]
-    kept = [each for each in pages if not _is_outdated(each, args)]
-    size = sum(each.size for each in kept)
-    for each in kept if args.max_gb is not None else ():
-        if size <= args.max_gb * GB:
-            break
-        gone.append(each)
-        size -= each.size
+    gone: list[StoredObject] = []
+    kept: deque[StoredObject] = deque()
+    for each in pages:
+        (gone if _is_outdated(each, args) else kept).append(each)
+    size, limit = sum(each.size for each in kept), float("inf") if args.max_gb is None else args.max_gb * GB
+    while size > limit:
+        gone.append(kept.popleft())
+        size -= gone[-1].size
     backend.delete([each.name for each in gone])
-    console.print(f"{len(gone)} pages deleted, {sum(each.size for each in gone) / GB:.3f} GB; {len(pages) - len(gone)} stay")
+    console.print(f"{len(gone)} pages deleted, {sum(each.size for each in gone) / GB:.3f} GB; {len(kept)} stay")
     return 0
 
 
@@ -126,7 +130,7 @@ def copy_pages(args: argparse.Namespace, console: Console) -> int:
     source, target = open_backend(args.url), open_backend(args.to)
     copied = size = damaged = 0
     for page, content in _contents(source):
-        if content is None:
+        if isinstance(content, ObjectError):
             damaged += 1
         elif target.put(page.name, [memoryview(content)]):
             copied += 1
@@ -135,16 +139,18 @@ def copy_pages(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | None]]:
-    """All pages with their bytes; None for those that are damaged."""
+def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | ObjectError]]:
+    """All pages with their bytes, or with the error of those that are damaged."""
     for page in backend.objects():
-        content = bytearray(page.size)
+        content = bytearray(min(page.size, MAX_OBJECT_BYTES))
         try:
-            check_object(backend, page.name)
-            filled = backend.read([ReadRange(page.name, 0, memoryview(content))])
-        except ObjectError:
-            filled = [False]
-        yield page, content if all(filled) else None
+            if not all(backend.read([ReadRange(page.name, 0, memoryview(content))])):
+                raise ObjectError(f"object {page.name} is missing or cannot be read")
+            check_object(page.name, memoryview(content))
+        except ObjectError as error:
+            yield page, error
+        else:
+            yield page, content
 
 
 COMMANDS = {"list": list_pages, "check": check_pages, "prune": prune_pages, "copy": copy_pages}

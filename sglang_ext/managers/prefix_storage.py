@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from sglang_ext.core import OptionError
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
-from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError
+from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
 from sglang_ext.mem_cache.prefix_store.store import PrefixStore
-from sglang_ext.mem_cache.prefix_store.urls import open_backend
 from sglang_ext.mem_cache.scores import model_folder, model_key
 
 if TYPE_CHECKING:

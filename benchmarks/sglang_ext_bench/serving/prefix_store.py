@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError
-from sglang_ext.mem_cache.prefix_store.urls import open_backend
+from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
 from sglang_ext.tools import CommandError, split_flags
 from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench import report

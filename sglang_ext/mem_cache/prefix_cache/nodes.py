@@ -233,19 +233,23 @@ class PrefixTree:
 
     def add(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int) -> TieredNode:
         """Add a node below ``parent`` that owns ``slots``, int64 [tokens of the key]."""
-        node = TieredNode(parent.end, priority=priority)
-        node.parent, node.key = parent, key
-        parent.children[key.child_key(self.page_size)] = node
+        node = self._add(parent, key, priority)
         self.set_value(node, slots)
         return node
 
     def add_on_host(self, parent: TieredNode, key: RadixKey, pages: torch.Tensor, store: "Transfer") -> TieredNode:
         """Add a node below ``parent`` that owns host ``pages``, int64 [pages of the key], which ``store`` has filled."""
-        node = TieredNode(parent.end, priority=parent.priority)
-        node.parent, node.key, node.store = parent, key, store
-        parent.children[key.child_key(self.page_size)] = node
+        node = self._add(parent, key, parent.priority)
+        node.store = store
         self.set_host(node, pages, ())
         self.update_eviction_sets(parent)
+        return node
+
+    def _add(self, parent: TieredNode, key: RadixKey, priority: int) -> TieredNode:
+        """Add a node without KV below ``parent``."""
+        node = TieredNode(parent.end, priority=priority)
+        node.parent, node.key = parent, key
+        parent.children[key.child_key(self.page_size)] = node
         return node
 
     def set_value(self, node: TieredNode, slots: torch.Tensor) -> None:

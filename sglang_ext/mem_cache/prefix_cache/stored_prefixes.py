@@ -8,13 +8,13 @@ A store page has :attr:`StoredPrefixes.unit` tokens: one host page or several. A
 their trees is agreed: the pages found, the pages restored, and the writes that have ended.
 """
 
-import logging
 import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -23,14 +23,13 @@ from sglang.srt.mem_cache.utils import get_hash_str
 from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.host_pool import runs
 from sglang_ext.mem_cache.host_tier.tier import PageChecksums
 from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer
 from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage
 from sglang_ext.mem_cache.prefix_store.store import READERS, PageRun, PrefixStore
-
-logger = logging.getLogger(__name__)
 
 MAX_HELD_SHARE = 0.5
 """Share of the host pages that may wait to be written. Further pages are not written."""
@@ -57,10 +56,9 @@ class Fetch:
         pages: The store pages, from the one that holds token ``begin`` on.
         found: How many of them the store has.
         since: When it began, in seconds.
-        num_pages: Pages that are read: those that all ranks found. None before that is known.
-        host_pages: Host pages for the tokens from ``begin`` on, int64.
+        host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
+        run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
-        run: The pages that are being read.
     """
 
     tokens: Sequence[int]
@@ -68,7 +66,6 @@ class Fetch:
     pages: list[StoredPage]
     found: "Future[int]"
     since: float = field(default_factory=lambda: time.monotonic())
-    num_pages: int | None = None
     host_pages: torch.Tensor | None = None
     run: PageRun | None = None
     asked: float = 0.0
@@ -149,7 +146,7 @@ class StoredPrefixes:
             covered.append(node)
         if not covered or covered[-1].end < self.unit:
             return
-        tokens = [token for node in covered for token in node.key.token_ids]
+        tokens = _tokens(covered)
         ends = range(self.unit, len(tokens) + 1, self.unit)
         pages, stores = torch.cat([node.host_value for node in covered]), {node.end: node.store for node in covered}
         for page_hash, end in zip(self._hashes(tokens[: ends[-1]]), ends):
@@ -169,7 +166,7 @@ class StoredPrefixes:
         self._remember(page.page_hash)
         self.host.tier.pool.pages.hold(host_pages)
         self._held_pages += len(host_pages)
-        done = self.store.write(page, lambda: self._tensors(host_pages), lambda: all(each.done for each in stores))
+        done = self.store.write(page, lambda _: self._tensors(host_pages), lambda: all(each.done for each in stores))
         self._writes.append((page, done, host_pages))
 
     def _release_written(self) -> None:
@@ -194,7 +191,7 @@ class StoredPrefixes:
     def _tensors(self, host_pages: torch.Tensor) -> Sequence[torch.Tensor]:
         """Keys of all layers, then values, of consecutive tokens in host pages. Views if the pages are consecutive, else copies."""
         kv, first = self.host.tier.pool.kv, int(host_pages[0])
-        part = kv[:, :, first : first + len(host_pages)] if is_run(host_pages) else kv[:, :, host_pages]
+        part = kv[:, :, first : first + len(host_pages)] if len(runs(host_pages)) == 1 else kv[:, :, host_pages]
         return part.flatten(2, 3).flatten(0, 1).unbind()
 
     def pending_writes(self) -> list["Future[bool]"]:
@@ -214,7 +211,7 @@ class StoredPrefixes:
         has_key = bool(before) and before[0].key.extra_key is not None
         if rid in self._fetches or has_key or end <= begin or not self.store.answers:
             return
-        tokens = [*(token for each in before for token in each.key.token_ids), *new_tokens][:end]
+        tokens = [*_tokens(before), *new_tokens][:end]
         first = begin // self.unit * self.unit
         hashes = self._hashes(tokens)[first // self.unit :]
         pages = [StoredPage(self.form, page_hash, start) for page_hash, start in zip(hashes, range(first, end, self.unit))]
@@ -226,7 +223,7 @@ class StoredPrefixes:
         if fetch is None:
             self.compute.begin(rid)
             return True
-        if fetch.num_pages is None and not self._begin_reading(fetch):
+        if fetch.run is None and not self._begin_reading(fetch):
             fetch.wait_if_idle()
             return False
         if fetch.run is not None:
@@ -276,20 +273,16 @@ class StoredPrefixes:
             found = 0
         else:
             found = min(found for found, _ in states)
-        tokens = len(fetch.pages[:found]) and fetch.pages[found - 1].start + self.unit - fetch.begin
-        fetch.num_pages = 0
-        if tokens <= 0:
+        if not found:
             return True
+        tokens = fetch.pages[found - 1].start + self.unit - fetch.begin
         if self._ranks.agree(self._predicts_loss(found, tokens)):
             self.skipped_slow += 1
             return True
-        pages = self.host.allocate(tokens // self._page_size)
-        if pages is None:
-            return True
-        fetch.num_pages, fetch.host_pages = found, pages
-        read = fetch.pages[:found]
-        targets = [lambda page=page: self._targets(fetch, page) for page in read]
-        fetch.run = self.store.read(read, targets, lambda index, tensors: self._finish_page(fetch, read[index], tensors))
+        fetch.host_pages = self.host.allocate(tokens // self._page_size)
+        if fetch.host_pages is not None:
+            finish = partial(self._finish_page, fetch)
+            fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish)
         return True
 
     def _predicts_loss(self, pages: int, tokens: int) -> bool:
@@ -303,10 +296,11 @@ class StoredPrefixes:
         elapsed, restored = time.monotonic() - fetch.since, fetch.run.restored
         if elapsed > FETCH_SECONDS:
             return True
-        compute = self.compute.seconds((fetch.num_pages - restored) * self.unit)
+        missing = fetch.run.num_pages - restored
+        compute = self.compute.seconds(missing * self.unit)
         if compute is None or elapsed < GRACE_SECONDS + GRACE_SHARE * compute:
             return False
-        return elapsed / max(restored, 0.5) * (fetch.num_pages - restored) > compute
+        return elapsed / max(restored, 0.5) * missing > compute
 
     def _own_pages(self, fetch: Fetch, page: StoredPage) -> torch.Tensor:
         """Host pages of a store page's tokens from ``fetch.begin`` on."""
@@ -315,7 +309,7 @@ class StoredPrefixes:
 
     def _fills_host_pages(self, own: torch.Tensor) -> bool:
         """Whether a store page is restored directly to its host pages: they are consecutive and hold all of its tokens."""
-        return len(own) == self.unit // self._page_size and is_run(own)
+        return len(own) == self.unit // self._page_size and len(runs(own)) == 1
 
     def _targets(self, fetch: Fetch, page: StoredPage) -> Sequence[torch.Tensor]:
         """Tensors that a store page is restored to."""
@@ -338,28 +332,27 @@ class StoredPrefixes:
     def _insert(self, fetch: Fetch, restored: int) -> int:
         """Insert the restored pages into the tree, and free the other host pages. Returns the number of inserted tokens."""
         nodes, pool, size = self.host.nodes, self.host.tier.pool, self._page_size
-        end = min(fetch.pages[restored - 1].start + self.unit, len(fetch.tokens)) if restored else fetch.begin
+        end = fetch.pages[restored - 1].start + self.unit if restored else fetch.begin
         key = RadixKey(array("q", fetch.tokens[:end]))
         found = nodes.walk(key) if restored else []
         parent = found[-1] if found else nodes.root
         rest = key[parent.end :]
         is_new = parent.end >= fetch.begin and len(rest) and rest.child_key(size) not in parent.children
-        used = fetch.host_pages[(parent.end - fetch.begin) // size : (end - fetch.begin) // size] if is_new else fetch.host_pages[:0]
-        unused = torch.ones(len(fetch.host_pages), dtype=torch.bool)
+        first, last = ((at - fetch.begin) // size for at in (parent.end, end)) if is_new else (0, 0)
+        used, unused = fetch.host_pages[first:last], torch.cat([fetch.host_pages[:first], fetch.host_pages[last:]])
         if is_new:
-            unused[(parent.end - fetch.begin) // size : (end - fetch.begin) // size] = False
             pool.pages.fill(used)
             nodes.add_on_host(parent, rest, used, _ended_store(len(used) * pool.page_bytes, used))
-        if unused.any():
-            pool.pages.free(fetch.host_pages[unused])
+        if len(unused):
+            pool.pages.free(unused)
         for page in fetch.pages[:restored]:
             self._remember(page.page_hash)
         return len(used) * size
 
 
-def is_run(pages: torch.Tensor) -> bool:
-    """Whether ``pages``, int64 [pages], are consecutive."""
-    return bool((pages.diff() == 1).all())
+def _tokens(nodes: Sequence[TieredNode]) -> list[int]:
+    """Token ids of consecutive nodes of a path."""
+    return [token for node in nodes for token in node.key.token_ids]
 
 
 def _ended_store(size: int, pages: torch.Tensor) -> Transfer:

@@ -1,13 +1,16 @@
-"""The interface of a prefix store's backend.
+"""The interface of a prefix store's backend, and the backend of a URL.
 
 A backend holds objects. An object is a name and bytes that never change: the name says what the bytes are. So a reader needs no lock, and
 two servers that write one object write the same bytes. A backend may lose any object at any time; readers compute what they do not find.
 """
 
+import pkgutil
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from sglang_ext.core import OptionError
 
 NAME = re.compile(r"[0-9a-f]{16,64}/[0-9a-f]{64}")
 """Names of objects: the namespace and the hash of a page, in hexadecimal digits. So a name is safe in a path, a key and a URL."""
@@ -112,3 +115,34 @@ def check_name(name: str) -> str:
     if NAME.fullmatch(name) is None:
         raise ValueError(f"object {name!r}: pass 16 to 64 hexadecimal digits, a slash, and the 64 digits of a page's hash")
     return name
+
+
+BACKENDS = {
+    "file": ("file:FOLDER", "file_backend.FileBackend"),
+    "redis": ("redis://HOST:PORT/DATABASE", "redis_backend.RedisBackend"),
+    "mooncake": ("mooncake://MASTER:PORT", "mooncake_backend.MooncakeBackend"),
+    "s3": ("s3://BUCKET/PREFIX?endpoint=URL", "s3_backend.S3Backend"),
+}
+"""For each scheme of a URL the form of its URLs, and the class of the backend. A class and its library are imported if a URL needs them."""
+
+
+def check_url(url: str) -> None:
+    """Raise ``OptionError`` unless a backend has the scheme of ``url``."""
+    if url.partition(":")[0] not in BACKENDS:
+        raise OptionError(f"--kv-store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
+
+
+def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
+    """Open the backend of a URL.
+
+    Args:
+        url: For example ``file:/mnt/prefixes``.
+        max_bytes: Bytes at which old objects are deleted. None: the default of the backend.
+
+    Raises:
+        OptionError: The URL is malformed, its library is not installed, or the backend cannot be bounded.
+        StoreError: The store cannot be reached.
+    """
+    check_url(url)
+    _, name = BACKENDS[url.partition(":")[0]]
+    return pkgutil.resolve_name(f"sglang_ext.mem_cache.prefix_store.{name}").from_url(url, max_bytes)

@@ -33,10 +33,21 @@ import xxhash
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import ALIGNMENT, UNIT, PageLayout, PageTensors
+from sglang_ext.layers.kernels.lynx.layout import (
+    ALIGNMENT,
+    UNIT,
+    PageLayout,
+    PageTensors,
+)
 from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
 from sglang_ext.layers.kernels.lynx.scales import as_bytes
-from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
+from sglang_ext.mem_cache.prefix_store.backend import (
+    MAX_OBJECT_BYTES,
+    ReadRange,
+    StoreBackend,
+    StoreError,
+    check_name,
+)
 
 FORMS = ("anchored", "raw", "packed")
 """Values of ``--kv-store-form``. ``packed`` is refused for now."""
@@ -119,7 +130,7 @@ class ObjectFormat:
     @cached_property
     def header_bytes(self) -> int:
         """Size of a header."""
-        return _aligned(FIELDS.size + 8 * self.tensors + CHECKSUM_BYTES)
+        return _header_bytes(self.tensors)
 
     @cached_property
     def most_bytes(self) -> int:
@@ -161,12 +172,7 @@ class ObjectHeader:
             ObjectError: It is damaged, or another version's, server's or page's, or its sizes are impossible.
         """
         form, layout = page.form, page.layout
-        magic, version, tensors, start, anchor_bytes, residual_bytes, digest, page_hash, *checksums = FIELDS.unpack_from(content)
-        # The version is first: the rest of another version's header may differ.
-        if magic != MAGIC or version != VERSION:
-            raise ObjectError(f"object {page.name} begins with {magic!r}, version {version}; expected are {MAGIC!r}, version {VERSION}")
-        if xxhash.xxh3_128_digest(content[:-CHECKSUM_BYTES]) != content[-CHECKSUM_BYTES:]:
-            raise ObjectError(f"object {page.name}: the header's checksum differs")
+        tensors, start, anchor_bytes, residual_bytes, digest, page_hash, *checksums = _unpack_header(content, page.name)
         if (tensors, start, digest, page_hash) != (form.tensors, page.start, form.digest, page.page_hash):
             raise ObjectError(f"object {page.name} is of another page, or of a server with other settings")
         sizes = np.frombuffer(content, "<u4", 2 * form.tensors, FIELDS.size).tolist()
@@ -329,31 +335,40 @@ def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> N
     _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
 
 
-def check_object(backend: StoreBackend, name: str) -> None:
+def check_object(name: str, content: memoryview) -> None:
     """Compare the checksums of an object's header and streams, whatever its format is.
 
     Raises:
-        ObjectError: The object is missing, damaged, or of another version.
-        StoreError: The store fails.
+        ObjectError: The object is damaged, another page, or of another version.
     """
-    fields = bytearray(FIELDS.size)
-    _fill(backend, [ReadRange(name, 0, memoryview(fields))])
-    magic, version, tensors, _, anchors, residuals, _, page_hash, *checksums = FIELDS.unpack(fields)
-    if magic != MAGIC or version != VERSION or tensors > MAX_TENSORS or anchors + residuals > MAX_OBJECT_BYTES:
-        raise ObjectError(f"object {name} is no page of this version")
+    if len(content) < FIELDS.size:
+        raise ObjectError(f"object {name} is shorter than a header")
+    tensors = FIELDS.unpack_from(content)[2]
+    header = bytes(content[: _header_bytes(min(tensors, MAX_TENSORS))])
+    _, _, anchors, residuals, _, page_hash, *checksums = _unpack_header(header, name)
     if page_hash.hex() != name.partition("/")[2]:
         raise ObjectError(f"object {name} is another page, {page_hash.hex()}")
-    header = bytearray(_aligned(FIELDS.size + 8 * tensors + CHECKSUM_BYTES))
-    _fill(backend, [ReadRange(name, 0, memoryview(header))])
-    if xxhash.xxh3_128_digest(header[:-CHECKSUM_BYTES]) != header[-CHECKSUM_BYTES:]:
-        raise ObjectError(f"object {name}: the header's checksum differs")
     offset = len(header)
     for what, size, expected in (("anchors", anchors, checksums[0]), ("residuals", residuals, checksums[1])):
-        content = bytearray(size)
-        _fill(backend, [ReadRange(name, offset, memoryview(content))] if size else [])
-        if xxhash.xxh3_128_digest(content) != expected:
+        if xxhash.xxh3_128_digest(content[offset : offset + size]) != expected:
             raise ObjectError(f"object {name}: the checksum of its {what} differs")
         offset += size
+
+
+def _header_bytes(tensors: int) -> int:
+    """Size of the header of an object with this number of tensors."""
+    return _aligned(FIELDS.size + 8 * tensors + CHECKSUM_BYTES)
+
+
+def _unpack_header(header: bytes, name: str) -> tuple:
+    """The fields of a header after its version. Raises :class:`ObjectError` for another version, or a wrong checksum."""
+    magic, version, *fields = FIELDS.unpack_from(header)
+    # The version is first: the rest of another version's header may differ.
+    if magic != MAGIC or version != VERSION:
+        raise ObjectError(f"object {name} begins with {magic!r}, version {version}; expected are {MAGIC!r}, version {VERSION}")
+    if xxhash.xxh3_128_digest(header[:-CHECKSUM_BYTES]) != header[-CHECKSUM_BYTES:]:
+        raise ObjectError(f"object {name}: the header's checksum differs")
+    return tuple(fields)
 
 
 def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:

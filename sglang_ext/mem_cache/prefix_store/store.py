@@ -12,8 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth
 from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError
-from sglang_ext.mem_cache.prefix_store.objects import ObjectError, StoredPage, encode_object, fetch_page
+from sglang_ext.mem_cache.prefix_store.objects import (
+    ObjectError,
+    StoredPage,
+    encode_object,
+    fetch_page,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +29,13 @@ RETRY_SECONDS = 5.0
 """Time without requests to a store that failed."""
 RATE_DECAY = 0.8
 """Weight of earlier reads in the measured rate, with each new one."""
-
 RATE_SECONDS = 30.0
 """Age at which the measured rate is forgotten. Otherwise a store that was slow once would never be read again."""
 
-PageDone = Callable[[int, Sequence[torch.Tensor]], None]
-"""Receives the index of a restored page, and its tensors."""
-PageTensors = Callable[[], Sequence[torch.Tensor]]
+PageTensors = Callable[[StoredPage], Sequence[torch.Tensor]]
 """Returns a page's keys of all layers, then its values: [page_size, heads, head_dim] each, in host memory."""
+PageDone = Callable[[StoredPage, Sequence[torch.Tensor]], None]
+"""Receives a restored page, and its tensors."""
 
 
 @dataclass
@@ -39,8 +44,7 @@ class StoreCounters:
 
     Attributes:
         written_pages, written_bytes: Objects that were written, and their bytes.
-        known_pages: Pages that the store had already.
-        read_pages, read_bytes: Pages that were restored, and bytes of their KV.
+        read_bytes: Bytes of KV of restored pages.
         read_seconds: Seconds of the threads that read them.
         bad_pages: Objects that were missing, damaged, or another page's.
         errors: Failed requests.
@@ -48,8 +52,6 @@ class StoreCounters:
 
     written_pages: int = 0
     written_bytes: int = 0
-    known_pages: int = 0
-    read_pages: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
     bad_pages: int = 0
@@ -60,9 +62,13 @@ class PageRun:
     """Pages that are being read, in the order of the prompt.
 
     Reading threads fill the caller's tensors until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free.
+
+    Attributes:
+        num_pages: Number of pages.
     """
 
     def __init__(self, pages: int) -> None:
+        self.num_pages = pages
         self._states: list[bool | None] = [None] * pages
         self._stopped, self._filling = False, 0
         self._changed = threading.Condition()
@@ -122,9 +128,10 @@ class PrefixStore:
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="store-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
         self._lock = threading.Lock()
+        # End of the pause after a failure; 0 once the store answered after it.
         self._failed_until = 0.0
-        self._is_failed = False
-        self._bytes = self._seconds = self._measured_at = 0.0
+        self._bandwidth = HostLinkBandwidth(RATE_DECAY)
+        self._measured_at = 0.0
 
     @property
     def answers(self) -> bool:
@@ -134,8 +141,7 @@ class PrefixStore:
     @property
     def rate(self) -> float | None:
         """Bytes of KV that a reading thread restores per second. None if no page was read in the last :data:`RATE_SECONDS`."""
-        is_known = self._seconds > 0 and time.monotonic() - self._measured_at < RATE_SECONDS
-        return self._bytes / self._seconds if is_known else None
+        return self._bandwidth.bandwidth if time.monotonic() - self._measured_at < RATE_SECONDS else None
 
     def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[bool]":
         """Write a page in a thread. The result is whether the store has it.
@@ -150,16 +156,16 @@ class PrefixStore:
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
         return self._readers.submit(lambda: self._request(lambda: self.backend.count_run(names), 0))
 
-    def read(self, pages: Sequence[StoredPage], targets: Sequence[PageTensors], done: PageDone) -> PageRun:
+    def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone) -> PageRun:
         """Restore pages in threads.
 
         Args:
             pages: The pages, in the order of the prompt.
-            targets: Return the tensors that each page fills.
-            done: Called with the index and the tensors of each restored page, before it counts as restored.
+            target: Returns the tensors that a page fills.
+            done: Called with each restored page, before it counts as restored.
         """
         run = PageRun(len(pages))
-        for index, (page, target) in enumerate(zip(pages, targets, strict=True)):
+        for index, page in enumerate(pages):
             self._readers.submit(self._read, run, index, page, target, done)
         return run
 
@@ -175,41 +181,39 @@ class PrefixStore:
         if not self.answers:
             return False
         try:
-            parts = encode_object(page, tensors())
+            parts = encode_object(page, tensors(page))
             is_new = self._request(lambda: self.backend.put(page.name, parts), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)
             return False
-        with self._lock:
-            if is_new:
+        if is_new:
+            with self._lock:
                 self.counters.written_pages += 1
                 self.counters.written_bytes += sum(len(part) for part in parts)
-            elif is_new is False:
-                self.counters.known_pages += 1
         return is_new is not None
 
     def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
         restored = False
         try:
             if not (run.stopped or run.ended) and self.answers:
-                restored = self._restore(run, index, page, target, done)
+                restored = self._restore(run, page, target, done)
         except Exception:
             logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
         finally:
             page.release()
             run.note(index, restored)
 
-    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
+    def _restore(self, run: PageRun, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
         """Read a page into its tensors, and measure it. Returns whether it was restored."""
         begin, restored, size = time.monotonic(), False, 0
 
         def fill() -> None:
             page.restore(tensors)
-            done(index, tensors)
+            done(page, tensors)
 
         try:
             if self._request(lambda: fetch_page(self.backend, page) or True, False):
-                tensors = target()
+                tensors = target(page)
                 size = sum(tensor.nbytes for tensor in tensors)
                 restored = run.fill(fill)
         except ObjectError as error:
@@ -221,12 +225,10 @@ class PrefixStore:
         seconds = time.monotonic() - begin
         with self._lock:
             if restored:
-                self.counters.read_pages += 1
                 self.counters.read_bytes += size
                 self.counters.read_seconds += seconds
             # A page that came too late counts: it was read.
-            self._bytes = RATE_DECAY * self._bytes + size
-            self._seconds = RATE_DECAY * self._seconds + seconds
+            self._bandwidth.add(size, seconds)
             self._measured_at = time.monotonic()
         return restored
 
@@ -239,13 +241,15 @@ class PrefixStore:
         except StoreError as error:
             with self._lock:
                 self.counters.errors += 1
-                self._failed_until = time.monotonic() + RETRY_SECONDS
-                is_first, self._is_failed = not self._is_failed, True
+                is_first, self._failed_until = not self._failed_until, time.monotonic() + RETRY_SECONDS
             if is_first:
                 logger.warning("sglang-ext: prefix store %s failed; prompts are computed until it answers: %s", self.url, error)
             return default
         with self._lock:
-            was_failed, self._is_failed = self._is_failed, False
+            # An answer to an earlier request does not end the pause.
+            was_failed = 0 < self._failed_until <= time.monotonic()
+            if was_failed:
+                self._failed_until = 0.0
         if was_failed:
             logger.info("sglang-ext: prefix store %s answers again", self.url)
         return answer

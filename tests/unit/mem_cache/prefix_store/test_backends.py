@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError
+from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
-from sglang_ext.mem_cache.prefix_store.urls import open_backend
 
 SPACE = "0123456789abcdef"
 OTHER = "f" * 16
@@ -313,7 +312,7 @@ class TestFolder:
     def test_an_interrupted_write_leaves_no_object(self, tmp_path: Path) -> None:
         code = (
             "import os, sys; from sglang_ext.mem_cache.prefix_store import file_backend as f\n"
-            "from sglang_ext.mem_cache.prefix_store.urls import open_backend\n"
+            "from sglang_ext.mem_cache.prefix_store.backend import open_backend\n"
             "write = os.write\n"
             "def half(file, data):\n    write(file, data[:50]); os._exit(9)\n"
             "f.os.write = half\n"
@@ -331,8 +330,7 @@ class TestFolder:
     def test_two_servers_keep_one_bound(self, tmp_path: Path) -> None:
         code = (
             "import sys; from random import Random\n"
-            "from sglang_ext.mem_cache.prefix_store.backend import ReadRange\n"
-            "from sglang_ext.mem_cache.prefix_store.urls import open_backend\n"
+            "from sglang_ext.mem_cache.prefix_store.backend import ReadRange, open_backend\n"
             f"store, random = open_backend('file:{tmp_path}', 1_000_000), Random(int(sys.argv[1]))\n"
             "for _ in range(400):\n"
             "    number = random.randrange(300)\n"
