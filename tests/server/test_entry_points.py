@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from preloaded import Preloaded
 from servers import EXPECTED_TOKENS, STRICT, Server, greedy
-from waiting import until
+from waiting import tries, until
 
 from sglang_ext.hooks import table as hooks
 
@@ -101,11 +101,13 @@ def test_sglang_serve_takes_the_flags_and_chooses_draft_lengths_without_a_prefix
     info = server.request("server_info")
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.3, "snapkv")
     assert info["kv_draft_length"] == "auto"
-    found = server.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
-    assert [r["output_ids"] for r in found] == expected
-    assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
-    # The first iterations of a batch size are plain steps, by which drafting is judged.
-    assert all(r["meta_info"]["kv_fallback"] in (None, "slower") for r in found)
+    # The first iterations of a batch size are plain steps, by which drafting is judged. On a busy machine it may seem slower for a while.
+    for _ in tries(4, "drafts"):
+        found = server.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
+        assert [r["output_ids"] for r in found] == expected
+        assert all(r["meta_info"]["kv_fallback"] in (None, "slower") for r in found)
+        if sum(r["meta_info"]["kv_drafts"] for r in found) > 0:
+            break
 
 
 def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_in_one_line(
