@@ -128,7 +128,7 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 	if [ -z "$$model" ]; then
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
-		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
+		.venv/bin/python -m sglang_ext_bench.demo_model --folder "$$model"
 		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32$(DRAFTS))'
 	fi
 	echo "==> starting SGLang on http://127.0.0.1:$(SERVED_PORT) (about 30 s); stop it with Ctrl-C"
@@ -140,7 +140,7 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 	if [ -z "$$model" ]; then
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
-		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
+		.venv/bin/python -m sglang_ext_bench.demo_model --folder "$$model"
 		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32$(DRAFTS))'
 	fi
 	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \

@@ -1,7 +1,7 @@
 """Verified decoding without a server: ``sgl.Engine`` takes the flags as arguments.
 
 make install
-.venv/bin/python -m sglang_ext.demo_model           # prepares the demo model, once
+.venv/bin/python -m sglang_ext_bench.demo_model           # prepares the demo model, once
 .venv/bin/python examples/offline_engine.py [MODEL]
 """
 

@@ -78,6 +78,7 @@ COMMANDS = {
     "prompts": Command("corpus", "build a folder of real prompts from text on this machine"),
     "mixed-prompts": Command("acceptance.mixed_prompts", "build prompts of many kinds of text"),
     "pages": Command("pages.command", "write the tables of the results pages from benchmarks/results"),
+    "manual": Command("pages.manual", "write the pages of flags and of refused combinations from the code"),
     "plot": Command("plot", "draw the plot of the decode benchmark from its JSON file"),
     "on-gpu": Command("on_gpu", "run named checks and measurements that need a GPU"),
 }

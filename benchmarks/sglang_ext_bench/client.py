@@ -1,12 +1,12 @@
 """Sends a prompt to a server, parses the response of SGLang's ``/generate``, and reads values of the ``/metrics`` page."""
 
+from sglang_ext_bench.server import RequestClient, describe_error
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.tools.server_client import ServerClient, describe_error
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Generation:
 
 
 def generate(
-    client: ServerClient,
+    client: RequestClient,
     input_ids: tuple[int, ...],
     sampling: SamplingSettings,
     new_tokens: int,

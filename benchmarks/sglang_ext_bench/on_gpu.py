@@ -123,7 +123,7 @@ STEPS: dict[str, Step] = {
     "rows": Step(_checks("hand_over coded_keys pointers"), 150),
     "prefill-checks": Step(_checks("prefill"), 120),
     "specialized-checks": Step(_checks("specialized_prefill"), 300),
-    "integers": Step(_checks("integer_gluon integer_decode integer_switches packed_backend"), 150),
+    "integers": Step(_checks("integer_gluon integer_decode packed_backend"), 150),
     "spade": Step(_tests("tests/gpu/test_gpu_spade.py"), 600),
     "quest": Step(_tests("tests/gpu/test_gpu_quest.py"), 400),
     "ranks": Step(_tests("tests/gpu/test_gpu_cache_ranks.py"), 600),

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.server_client import HOST, describe_error, free_port
-from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext.tools.server_client import HOST, free_port
+from sglang_ext_bench.server import BenchServer, describe_error
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import Stream
 
@@ -33,7 +33,7 @@ class ServersApart:
         name: Start of the logs' names.
         port: Port of the first server. The other servers and then the bootstrap servers have the next ports. 0 for any free ports.
         env: Environment variables, by role.
-        server: Creates a server, as :class:`ServerProcess`.
+        server: Creates a server, as :class:`BenchServer`.
         settings: Further arguments of ``server``.
 
     Attributes:
@@ -49,13 +49,13 @@ class ServersApart:
         name: str,
         port: int = 0,
         env: Mapping[str, Mapping[str, str]] | None = None,
-        server: Callable[..., ServerProcess] = ServerProcess,
+        server: Callable[..., BenchServer] = BenchServer,
         **settings: Any,
     ) -> None:
         ports = iter(range(port, port + ports_taken(*(len(flags[role]) for role in ROLES)))) if port else _free_ports()
         server_ports = {role: [next(ports) for _ in flags[role]] for role in ROLES}
         self.bootstraps = [next(ports) for _ in flags["prefill"]]
-        self.of: dict[str, list[ServerProcess]] = {role: [] for role in ROLES}
+        self.of: dict[str, list[BenchServer]] = {role: [] for role in ROLES}
         for role in ROLES:
             for index, server_flags in enumerate(flags[role]):
                 bootstrap = ("--disaggregation-bootstrap-port", str(self.bootstraps[index])) if role == "prefill" else ()
@@ -71,10 +71,10 @@ class ServersApart:
                     )
                 )
         self._pool = ThreadPoolExecutor(len(self.all))
-        self._starts: list[Future[ServerProcess]] = []
+        self._starts: list[Future[BenchServer]] = []
 
     @property
-    def all(self) -> list[ServerProcess]:
+    def all(self) -> list[BenchServer]:
         """The servers of both roles."""
         return [server for role in ROLES for server in self.of[role]]
 
@@ -117,7 +117,7 @@ class ServersApart:
 
 
 def answer(
-    decode: ServerProcess, body: Mapping[str, Any], new_tokens: int, prefilled: Future[Any], patience: float, called: str = "a request"
+    decode: BenchServer, body: Mapping[str, Any], new_tokens: int, prefilled: Future[Any], patience: float, called: str = "a request"
 ) -> Stream:
     """Send the decode part of a request, and read its stream. Times are those of ``time.monotonic``.
 

@@ -48,7 +48,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, char_tokenizer: None)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 5000}))
     (tmp_path / "text").write_text("x" * 1000)
     monkeypatch.setattr(BurstServer, "started", [])
-    monkeypatch.setattr(auto_cells, "ServerProcess", BurstServer)
+    monkeypatch.setattr(auto_cells, "BenchServer", BurstServer)
     monkeypatch.setattr(decode_wave, "run", partial(decode_wave.run, clock=lambda: BurstServer.now))
     inputs = [f"--model={tmp_path}", f"--prompt-file={tmp_path / 'text'}", f"--json={tmp_path / 'cells.json'}"]
 

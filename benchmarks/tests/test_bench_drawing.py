@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from bench_helpers import SETTING
 
-from sglang_ext.managers.cache_rank.layerwise_client import PackEvent
 from sglang_ext_bench import drawing, report
 from sglang_ext_bench.comparing import identity_report
 from sglang_ext_bench.drawing import Curve, Heading
@@ -15,6 +14,7 @@ from sglang_ext_bench.quality.reporting import plots
 from sglang_ext_bench.simulating import simulate
 from sglang_ext_bench.speed import decode, latency
 from sglang_ext_bench.speed.decode import DecodeResult
+from sglang_ext_bench.timelines import PackEvent
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from sglang_ext_bench.__main__ import COMMANDS
 
 # Commands without servers. Their help may load PyTorch, so they come last: packages stay loaded.
-HEAVY = ("acceptance.", "kernels.", "links.", "packs.")
+HEAVY = ("acceptance.", "kernels.", "links.", "packs.", "pages.manual")
 # Source of a process that prints, for each command, the heavy packages that are loaded after its help and whether it printed options.
 SHOW_ALL = f"""
 import contextlib, io, sys

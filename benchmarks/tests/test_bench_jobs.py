@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import LaunchedServer
 
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    TransferEvent,
-    TransferTimeline,
-)
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.jobs import sending
 from sglang_ext_bench.jobs.results import Job, Phases, job_phases, summarize, tables
 from sglang_ext_bench.jobs.sending import ServerQueues, arrival_times
+from sglang_ext_bench.timelines import TransferEvent
 
 ROOM = 7
 KINDS = ("expected", "computed", "encoded", "anchor", "complete")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import LaunchedServer
 
-from sglang_ext.managers.cache_rank.layerwise_client import PackEvent, PackTimeline
+from sglang_ext.managers.cache_rank.layerwise_client import PackTimeline
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
@@ -20,6 +20,7 @@ from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_default
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.options import file_name
 from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.timelines import PackEvent
 
 CONFIG = {
     "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,

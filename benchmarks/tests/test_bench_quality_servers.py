@@ -12,7 +12,6 @@ from launched import LaunchedServer, Launches
 from transformers import AutoConfig, Qwen3Config
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.baselines import SELECTORS
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.quality import command
@@ -26,6 +25,7 @@ from sglang_ext_bench.quality.server_measurements import (
     score_answer,
     tokens_per_second,
 )
+from sglang_ext_bench.server import RequestClient
 
 TOPS = 3
 OUTPUT = 4
@@ -45,7 +45,7 @@ def config(*words: str) -> QualityConfig:
     return config_from(parser.parse_args(["--model", "m", "--prompts", "p", "--output-len", str(OUTPUT), *words]))
 
 
-class FakeServer(ServerClient):
+class FakeServer(RequestClient):
     """Answers like a server of a mode. Each token is 5; a lossy server answers 6 from token 2 on. Compressed KV has half of the bytes.
 
     Attributes:
@@ -209,7 +209,7 @@ def test_a_failed_request_fails_its_server():
         collect_answers(config("--parts", "divergence"), FULL, Refusing("full"), [Prompt("a", (1, 2))], [])
 
 
-class Metered(ServerClient):
+class Metered(RequestClient):
     """A server that answers a request after all pages of its metrics were read."""
 
     def __init__(self, *pages: str) -> None:
@@ -370,7 +370,7 @@ def test_quality_is_drawn_over_speed_where_stocks_is_known():
     assert panel.lines[0].points == ((1.5, 0.5),)
 
 
-class Timed(ServerClient):
+class Timed(RequestClient):
     """A server that needs a fixed time for each token."""
 
     def __init__(self, of_token: float, of_first: float = 0.0) -> None:

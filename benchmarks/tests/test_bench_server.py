@@ -1,4 +1,4 @@
-"""ServerProcess and its client against a small HTTP server in place of SGLang."""
+"""BenchServer and its client against a small HTTP server in place of SGLang."""
 
 import multiprocessing
 import os
@@ -18,15 +18,11 @@ import pytest
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as server_module
-from sglang_ext.tools.server_client import ServerClient, free_port
-from sglang_ext.tools.server_process import (
-    ServerProcess,
-    check_servers,
-    leave_on_signals,
-    stop_all,
-)
+from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import check_servers, leave_on_signals, stop_all
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.client import SamplingSettings, generate
+from sglang_ext_bench.server import BenchServer, RequestClient
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,11 +54,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def client() -> Iterator[ServerClient]:
+def client() -> Iterator[RequestClient]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield ServerClient(server.server_address[1], request_timeout=10)
+        yield RequestClient(server.server_address[1], request_timeout=10)
         server.shutdown()
         thread.join()
 
@@ -76,30 +72,30 @@ def is_running(process: int) -> bool:
 
 
 class TestClient:
-    def test_no_body_is_a_get_and_a_body_a_post(self, client: ServerClient) -> None:
+    def test_no_body_is_a_get_and_a_body_a_post(self, client: RequestClient) -> None:
         assert client.request("/any") == {"method": "GET"}
         assert client.request("any", {"a": 1}) == {"method": "POST", "body": {"a": 1}}
         assert client.request("/any", {}) == {"method": "POST", "body": {}}
 
-    def test_answer_that_is_no_json_is_text(self, client: ServerClient) -> None:
+    def test_answer_that_is_no_json_is_text(self, client: RequestClient) -> None:
         assert client.request("/text") == "plain words"
 
     @pytest.mark.parametrize("path", ["/refuse", "/cut"])
-    def test_refused_and_broken_answers_are_os_errors(self, client: ServerClient, path: str) -> None:
+    def test_refused_and_broken_answers_are_os_errors(self, client: RequestClient, path: str) -> None:
         with pytest.raises(OSError):
             client.request(path)
 
-    def test_stream_gives_each_event_but_its_end(self, client: ServerClient) -> None:
+    def test_stream_gives_each_event_but_its_end(self, client: RequestClient) -> None:
         assert list(client.stream("/stream", {})) == [{"a": 1}, {"a": 2}]
         with pytest.raises(OSError):
             list(client.stream("/refuse", {}))
 
-    def test_url_has_no_slash_at_its_end(self, client: ServerClient) -> None:
+    def test_url_has_no_slash_at_its_end(self, client: RequestClient) -> None:
         assert client.url == f"http://127.0.0.1:{client.port}"
 
-    def test_alive_tells_an_answer_from_none(self, client: ServerClient) -> None:
+    def test_alive_tells_an_answer_from_none(self, client: RequestClient) -> None:
         assert client.alive()
-        assert not ServerClient(free_port()).alive()
+        assert not RequestClient(free_port()).alive()
 
     def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile(self) -> None:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -111,16 +107,16 @@ class TestClient:
         pid = mine[0] + 1
         assert len({*mine}) == 50 and not {*mine} & {free_port() for _ in range(50)}
 
-    def test_refused_flush_shows_the_servers_words(self, client: ServerClient) -> None:
+    def test_refused_flush_shows_the_servers_words(self, client: RequestClient) -> None:
         with pytest.raises(CommandError, match="HTTP 400: not now"):
             client.flush_cache()
 
-    def test_answer_without_tokens_is_an_error_of_the_prompt(self, client: ServerClient) -> None:
+    def test_answer_without_tokens_is_an_error_of_the_prompt(self, client: RequestClient) -> None:
         answer = generate(client, (1,), SamplingSettings(), 1)
         assert answer.error is not None and "no output_ids" in answer.error
 
     def test_request_to_no_server_is_an_error_of_the_prompt(self) -> None:
-        answer = generate(ServerClient(free_port()), (1,), SamplingSettings(), 1)
+        answer = generate(RequestClient(free_port()), (1,), SamplingSettings(), 1)
         assert answer.error is not None and "refused" in answer.error
 
 
@@ -129,18 +125,18 @@ class TestServerProcess:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
-            server = ServerProcess("m", (), tmp_path / "log", port=taken.getsockname()[1])
+            server = BenchServer("m", (), tmp_path / "log", port=taken.getsockname()[1])
             with pytest.raises(CommandError, match="is taken"):
                 server.__enter__()
 
     def test_server_that_ends_shows_its_last_words(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log")
+        server = BenchServer("m", (), tmp_path / "log")
         server.command = (sys.executable, "-c", "print('last words'); raise SystemExit(3)")
         with pytest.raises(CommandError, match="(?s)code 3.*last words"):
             server.__enter__()
 
     def test_server_that_ends_shows_its_first_error_though_more_followed(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log")
+        server = BenchServer("m", (), tmp_path / "log")
         lines = "print('fine'); print('ERROR: [Errno 98] address in use'); [print('more') for _ in range(99)]"
         server.command = (sys.executable, "-c", lines)
         with pytest.raises(CommandError, match="first error in its log: ERROR: .Errno 98. address in use"):
@@ -151,14 +147,14 @@ class TestServerProcess:
     ) -> None:
         monkeypatch.setenv("BENCH_KEPT", "kept")
         monkeypatch.setenv("BENCH_CHANGED", "old")
-        server = ServerProcess("m", (), tmp_path / "log", env={"BENCH_CHANGED": "new"})
+        server = BenchServer("m", (), tmp_path / "log", env={"BENCH_CHANGED": "new"})
         show = "import os; print(os.environ['BENCH_KEPT'], os.environ['BENCH_CHANGED'])"
         server.command = (sys.executable, "-c", show)
         with pytest.raises(CommandError, match="kept new"):
             server.__enter__()
 
     def test_runs_from_entry_to_exit(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log")
+        server = BenchServer("m", (), tmp_path / "log")
         server.command = (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(server.port))
         (tmp_path / "health").touch()
         server.command += ("--directory", str(tmp_path))
@@ -168,7 +164,7 @@ class TestServerProcess:
         assert not server.running
 
     def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.1)
+        server = BenchServer("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.1)
         child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
         server.command = (sys.executable, "-c", leader)
@@ -178,7 +174,7 @@ class TestServerProcess:
 
     def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(self, tmp_path: Path) -> None:
         """A signal handler that stops servers may have interrupted code that holds the lock of a process."""
-        server = ServerProcess("m", (), tmp_path / "log", stop_grace=0.1)
+        server = BenchServer("m", (), tmp_path / "log", stop_grace=0.1)
         server.command = (sys.executable, "-c", "import time; time.sleep(60)")
         server.start()
         process = server._process
@@ -192,7 +188,7 @@ class TestServerProcess:
 
     def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path) -> None:
         stubborn = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
-        servers = [ServerProcess("m", (), tmp_path / f"log{place}") for place in range(4)]
+        servers = [BenchServer("m", (), tmp_path / f"log{place}") for place in range(4)]
         for server in servers:
             server.command = (sys.executable, "-c", stubborn)
             server.start()
@@ -216,10 +212,11 @@ class TestServerProcess:
 import runpy, signal, sys, threading, time
 from pathlib import Path
 from sglang_ext.tools import server_process as server
+from sglang_ext_bench.server import BenchServer
 # The default of a terminal; under nohup the signal would be ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 server.INTERRUPTED_GRACE = server.ORPHAN_GRACE = 0.2
-process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
+process = BenchServer("m", (), Path({str(tmp_path / "log")!r}))
 process.command = (sys.executable, "-c", {stubborn!r})
 process.alive = lambda timeout: True
 def run(args):
@@ -252,12 +249,12 @@ runpy.run_module("sglang_ext_bench", run_name="__main__")
 import runpy, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from sglang_ext.tools import server_process as server
 from sglang_ext_bench import corpus
 from sglang_ext.tools import CommandError
-server.ServerProcess.alive = lambda self, timeout: True
+from sglang_ext_bench.server import BenchServer
+BenchServer.alive = lambda self, timeout: True
 def ask(place):
-    process = server.ServerProcess("m", (), Path({str(tmp_path)!r}) / str(place))
+    process = BenchServer("m", (), Path({str(tmp_path)!r}) / str(place))
     process.command = (sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)")
     try:
         with process:

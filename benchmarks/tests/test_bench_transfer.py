@@ -12,10 +12,7 @@ import pytest
 import torch
 from launched import LaunchedServer
 
-from sglang_ext.managers.kv_transfer.transfer_metrics import (
-    TransferEvent,
-    TransferTimeline,
-)
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import free_port, is_taken
 from sglang_ext_bench.__main__ import main
@@ -25,6 +22,7 @@ from sglang_ext_bench.transfer import accuracy, clocks, command, results
 from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
 from sglang_ext_bench.transfer.results import summarize, survival
 from sglang_ext_bench.transfer.server_pair import TransferResponse
+from sglang_ext_bench.timelines import TransferEvent
 
 PROMPT = 200
 

@@ -1,7 +1,7 @@
 """The table of flags.
 
 To add a flag, add a field to :class:`~sglang_ext.config.rules.KVServerArgs`, and an entry here. The parser, the help, the checks,
-docs/flags.md and the tests are made from the table. Then run ``python -m sglang_ext.tools.manual``, and add the flag to
+docs/flags.md and the tests are made from the table. Then run ``sglang-ext-bench manual``, and add the flag to
 patches/sglang-0.5.17/0002-arguments.patch.
 Checks that read files, the model or the machine are functions (flag_checks.py).
 """

@@ -1,4 +1,4 @@
-"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, fit KVzap, score documents, write docs/flags.md."""
+"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, fit KVzap, score documents."""
 
 import math
 import shlex

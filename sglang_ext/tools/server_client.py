@@ -4,7 +4,6 @@ import json
 import os
 import random
 import socket
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -80,16 +79,6 @@ class ServerClient:
         except HTTPException as error:
             raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send a POST request. Yield the JSON of each server-sent event when it arrives. Raises as :meth:`request`.
-
-        A stream that breaks off may also just end.
-        """
-        with self._open(path, body) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))
-
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
         """Whether ``GET /health`` succeeds within ``timeout`` seconds."""
         try:
@@ -97,30 +86,3 @@ class ServerClient:
         except OSError:
             return False
         return True
-
-    def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises :class:`CommandError` if the server refuses."""
-        try:
-            self.request("flush_cache?timeout=30", {}, timeout=60)
-        except OSError as error:
-            raise CommandError(f"POST /flush_cache failed: {describe_error(error)}; the server must be idle and alive") from error
-
-    def post_quietly(self, path: str, body: dict[str, Any]) -> None:
-        """Send a POST request and ignore errors, for example for an abort that may be too late."""
-        with suppress(OSError, ValueError):
-            self.post(path, body)
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a POST request. Return the JSON of the response. Raises as :meth:`request`."""
-        return self.request(path, body)
-
-
-def describe_error(error: Exception) -> str:
-    """Return the server's error message if it sent one, else the message of the exception."""
-    if not isinstance(error, urllib.error.HTTPError):
-        return f"{type(error).__name__}: {error}"
-    text = error.read().decode(errors="replace")
-    try:
-        return f"HTTP {error.code}: {json.loads(text)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.code}: {text.strip()[:500]}"

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -120,15 +120,9 @@ def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: i
 
 
 class ServerProcess(ServerClient):
-    """An SGLang server that runs as a subprocess. Its context manager starts it, waits until it is healthy, and stops it.
+    """An SGLang server that runs as a subprocess, in the environment of this process with the variables ``env``.
 
-    Example:
-        with ServerProcess(model, ("--kv-mode", "verified"), Path("server.log")) as server:
-            server.post("generate", {"text": "Hello"})
-
-    Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL. The server has the
-    environment variables of this process and those of ``env``. On entry it raises :class:`CommandError` if the server ended, or was not
-    healthy in time. The message shows the end of its log.
+    Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -153,17 +147,6 @@ class ServerProcess(ServerClient):
         self.stop_grace = stop_grace
         self.env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "ServerProcess":
-        self.start()
-        with ExitStack() as on_error:
-            on_error.callback(self.stop)
-            self.wait_healthy()
-            on_error.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     def start(self) -> None:
         """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards."""
@@ -208,18 +191,6 @@ class ServerProcess(ServerClient):
     def running(self) -> bool:
         """Whether the server's process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
-
-    @property
-    def group(self) -> int | None:
-        """Process group of the server and its workers. None if the server was not started."""
-        return None if self._process is None else self._process.pid
-
-    def flush_cache(self) -> None:
-        """Empty the prefix cache. An error message shows the end of the log too."""
-        try:
-            super().flush_cache()
-        except CommandError as error:
-            raise CommandError(f"{error}\n{self.describe_log()}") from error
 
     def describe_log(self) -> str:
         """Describe the log for an error message: the command, the first error, and the last lines."""

@@ -17,9 +17,9 @@ import pytest
 from servers import Server
 from test_gpu_decoding import EXACT, VERIFIED
 
-from sglang_ext.tools.server_client import describe_error
 from sglang_ext_bench.comparing.compare import first_difference
 from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.server import describe_error
 from sglang_ext_bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
 from sglang_ext_bench.soaking.request_options import OPTIONS, REGEX, Option
 from sglang_ext_bench.soaking.sending import abort_later, request_answer

@@ -3,7 +3,7 @@
 PLAIN = (
     *("window_scores", "gather_kept", "page_checksum", "page_rows", "verify_attention", "packed_decode", "integer_decode"),
     *("packed_gluon", "integer_gluon", "ragged_decode"),
-    *("scatter_cells", "pack_blocks", "lynx", "anchored", "integer_switches", "whole_blocks"),
+    *("scatter_cells", "pack_blocks", "lynx", "anchored", "whole_blocks"),
 )
 # These import SGLang, which takes longer than most of them.
 OF_SGLANG = (

@@ -18,7 +18,6 @@ from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from choose_checks import check_choosing  # noqa: E402
 from coded_checks import check_coded_keys  # noqa: E402
 from gluon_checks import check_integer_gluon, check_packed_gluon  # noqa: E402
-from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
@@ -396,7 +395,6 @@ CHECKS = {
     "ragged_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
     "integer_decode": check_integer_decode,
-    "integer_switches": lambda: check_integer_switches(DEVICE),
     "prefill": lambda: check_prefill(DEVICE),
     "specialized_prefill": lambda: check_specialized_prefill(DEVICE),
     "whole_blocks": lambda: check_whole_blocks(DEVICE),

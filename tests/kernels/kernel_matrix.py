@@ -45,7 +45,7 @@ QUICK = (
     (128, 4, torch.bfloat16, ("decode hack4", "decode hack2"), (80, 100)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
     (64, 71, torch.bfloat16, ("window", "uneven", "choice", "choice 4"), (89,)),
-    (128, 1, torch.bfloat16, ("lynx 2", "copies", "hand over"), (80,)),
+    (128, 1, torch.bfloat16, ("lynx", "copies", "hand over"), (80,)),
     (128, 4, torch.bfloat16, ("prompts hack4", "prompts specialized"), (80, 90)),
     (8, 4, torch.bfloat16, ("window", "verify 5"), (89,)),
 )

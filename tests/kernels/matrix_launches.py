@@ -179,18 +179,19 @@ def _copies(shape: Shape) -> None:
     scatter_rows(buffers.key_table, flat, slots, out)
 
 
-def _lynx(shape: Shape, bits: int) -> None:
+def _lynx(shape: Shape) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
     parts, slots = PageTensors.from_tensors([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
-    for reference in {4: ("int8", "exact"), 3: ("int8",), 2: ("exact",)}[bits]:
-        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, reference)
+    for reference in ("int8", "exact"):
+        layout = PageLayout(len(slots), 2 * shape.dim, shape.dtype, sinks=4, reference=reference)
         anchors, residuals = triton_codec.anchors(parts, layout, slots)
         if reference == "exact":
             residuals = triton_codec.exact_residuals(parts, list(anchors), layout, slots)
         for streams in (None, list(residuals)):
             triton_codec.decode(list(anchors), streams, layout, parts, slots)
-    if bits != 3 and shape.dim in pack_blocks.DIMS:
-        _anchored(shape, bits)
+    if shape.dim in pack_blocks.DIMS:
+        for bits in (4, 2):
+            _anchored(shape, bits)
 
 
 def _anchored(shape: Shape, bits: int) -> None:
@@ -229,7 +230,7 @@ def _hand_over(shape: Shape) -> None:
 # What does not depend on the query heads is launched for one of them.
 ONCE = {
     "copies": _copies,
-    **{f"lynx {bits}": lambda s, b=bits: _lynx(s, b) for bits in (4, 3, 2)},
+    "lynx": _lynx,
     "hand over": _hand_over,
     **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS},
 }

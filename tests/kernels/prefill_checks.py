@@ -124,8 +124,6 @@ def check_prefill(device):
         # A weight between two codes may get the other one.
         tolerance = 5e-3 if dtype != torch.bfloat16 else 3e-2
         assert worst < tolerance, (bits, partition, dim, group, worst)
-        summed = integer_prefill.attend(batch.prompts, codes, *given, 0.1, stored_sums=False)
-        assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
         if batch.store():
             read = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
             assert all(torch.equal(part, same) for part, same in zip(read, codes)), "codes in the pool are those of full KV"

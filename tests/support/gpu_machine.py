@@ -48,16 +48,16 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     from sglang_ext_bench.jobs import command as jobs
     from sglang_ext_bench.longcot import command as longcot
     from sglang_ext_bench.methods import command as methods
-    from sglang_ext.tools.server_process import ServerProcess
+    from sglang_ext_bench.server import BenchServer
     from sglang_ext_bench.transfer import command as transfer
 
     started: list[tuple[str, ...]] = []
 
-    def enter(server: ServerProcess) -> None:
+    def enter(server: BenchServer) -> None:
         started.append(server.command[3:])  # after python -m sglang.launch_server
         raise CommandError("servers do not start here")
 
-    ServerProcess.__enter__ = enter
+    BenchServer.__enter__ = enter
     for each in (jobs, longcot, transfer):
         each.check_servers = server_flags.check  # in this process
         each.make_prompts = lambda args, count, contexts: {tokens: [(0,) * tokens] * count for tokens in contexts}

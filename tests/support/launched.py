@@ -1,4 +1,4 @@
-"""Servers of ``ServerProcess`` without SGLang: each is a process that sleeps, and threads of this process that answer on its port."""
+"""Servers of ``BenchServer`` without SGLang: each is a process that sleeps, and threads of this process that answer on its port."""
 
 import json
 import os

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model's folder."""
-    from sglang_ext.demo_model import prepare
+    from sglang_ext_bench.demo_model import prepare
 
     return prepare(ROOT / ".cache/models/SmolLM2-135M-Instruct")
 

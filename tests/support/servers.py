@@ -14,9 +14,9 @@ import pytest
 from preloaded import Preloaded
 from waiting import tries
 
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.soaking.soak import server_environment
 from sglang_ext.platforms import activate
+from sglang_ext_bench.server import BenchServer
 
 STRICT = server_environment(retraction_steps=None)
 # Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
@@ -61,7 +61,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 EXPECTED_TOKENS = 20
 
 
-class Server(ServerProcess):
+class Server(BenchServer):
     """A running server, with the requests that tests send; a fork of ``preloaded`` where that has loaded what it would."""
 
     def __init__(self, *given: Any, preloaded: Preloaded | None = None, **named: Any) -> None:

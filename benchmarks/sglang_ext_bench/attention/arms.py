@@ -70,9 +70,7 @@ def steps(full: FullKV, bits: int, partition: int) -> Iterator[AttentionVariant]
     hack = QuantizedKV.from_full(full, HACK, bits, partition)
     yield AttentionVariant(HACK, _fused(hack), hack.read_bytes, partial(_first, full, hack.first_request))
     if on_gpu:
-        yield AttentionVariant("hack, Triton", _switched(hack), hack.read_bytes, partial(_first, full, hack.first_request))
-        yield AttentionVariant("hack, SE off", _switched(hack, stored_sums=False), hack.read_bytes, partial(_first, full, hack.first_request))
-        yield AttentionVariant("hack, RQE off", _switched(hack, exact_tail=False), hack.read_bytes, partial(_first, full, hack.first_request))
+        yield AttentionVariant("hack, Triton", _by_triton(hack), hack.read_bytes, partial(_first, full, hack.first_request))
 
 
 def _first(full: FullKV, first_request: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -141,15 +139,15 @@ def _fused(kv: QuantizedKV) -> Callable[[], torch.Tensor]:
     return lambda: packed_decode(kv.packing, queries, *pools, *batch, shape.scaling, splits)
 
 
-def _switched(kv: QuantizedKV, **switches: bool) -> Callable[[], torch.Tensor]:
-    """Return a call of HACK's Triton kernel with the given switches, which turn off parts of it."""
+def _by_triton(kv: QuantizedKV) -> Callable[[], torch.Tensor]:
+    """Return a call of HACK's Triton kernel."""
     table, *rows = _rows(kv)
     shape, queries, splits = kv.full.shape, kv.full.queries, _triton_splits(kv)
 
     def run() -> torch.Tensor:
         batch = (table, table.stride(0), *rows), shape.scaling
         call = PackedAttentionCall(queries, kv.keys, kv.values, splits, kv.packing, queries, *batch)
-        launch_integers(call, **switches)
+        launch_integers(call)
         return call.merged_output()
 
     return run

@@ -8,8 +8,6 @@ Variants:
     dequantized, then full     blocks are dequantized in each call, as in CacheGen and KVQuant, and then read by full
     hack                       multiplies codes as integers, with a Gluon kernel on an NVIDIA GPU if it supports the blocks
     hack, Triton               the kernel for other GPUs and blocks
-    SE off                     that kernel without stored sums of codes, which it adds up in each step
-    RQE off                    that kernel without an exact tail: it quantizes the values of the newest tokens in each step
 
 Variants that exist only as kernels are left out on a CPU. A step has one token of each request. A prefill has a prompt without a cached
 prefix.

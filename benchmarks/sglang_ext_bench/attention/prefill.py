@@ -52,13 +52,12 @@ def prefills(full: FullKV, bits: int, partition: int) -> Iterator[AttentionVaria
     # These properties are computed before a graph is captured. A server computes them before the first layer.
     assert prompts.numbers.is_cuda and prompts.flat_seeds is not None
 
-    def attend_to_codes(**switches: bool) -> torch.Tensor:
-        return attend(prompts, codes, queries, *pools, shape.scaling, **switches)
+    def attend_to_codes() -> torch.Tensor:
+        return attend(prompts, codes, queries, *pools, shape.scaling)
 
     yield AttentionVariant(HACK, lambda: integer_prefill(prompts, queries, *pools, 0, 0, shape.scaling), size + 2 * code_bytes, expected)
     codes = prompt_codes(prompts, *pools, 0, 0)
     yield AttentionVariant("hack, attention alone", attend_to_codes, code_bytes, expected)
-    yield AttentionVariant("hack, SE off, alone", partial(attend_to_codes, stored_sums=False), code_bytes, expected)
 
 
 def prefix(packing: Packing, tokens: int) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import Generation, generate
 from sglang_ext_bench.comparing.compare import CONTROL, ComparisonSetting
 from sglang_ext_bench.comparing.identity_config import IdentityConfig
 from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.server import BenchServer
 
 TOP_LOGPROBS = 3
 """Log-probabilities of each token. A margin needs two, and a third one gives arms with different best tokens a common token."""
@@ -90,7 +90,7 @@ ArmOutputs = dict[int, list[Generation]]
 
 
 def run_wave(
-    server: ServerProcess, prompts: tuple[Prompt, ...], config: IdentityConfig, top_logprobs: int
+    server: BenchServer, prompts: tuple[Prompt, ...], config: IdentityConfig, top_logprobs: int
 ) -> Iterator[Generation]:
     """Send a batch of prompts at once, and yield the responses in the order of the prompts.
 
@@ -120,7 +120,7 @@ def run_arm(
     """
     console.print(f"{arm.name}: starting", markup=False)
     outputs: ArmOutputs = {}
-    with ServerProcess(
+    with BenchServer(
         config.model,
         server_flags(config, arm),
         logs / f"{file_name(arm.name)}.log",

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.managers.kv_transfer import transfer_metrics
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 from sglang_ext.tools import ROLES, CommandError, split_flags
 from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
@@ -18,6 +16,7 @@ from sglang_ext_bench.options import check_port, numbers
 from sglang_ext_bench.servers_apart import ServersApart, ports_taken
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder
+from sglang_ext_bench.timelines import TransferEvent, read_timeline
 from sglang_ext_bench.transfer.methods import TransferMethod, make_flags, obstacle, parse_method
 from sglang_ext_bench.transfer.server_pair import timeline_file
 
@@ -153,7 +152,7 @@ def measure_method(
 def make_jobs(responses: Sequence[JobResponse], file: Path) -> list[Job]:
     """Join the responses of a run with the events of the timeline ``file``."""
     events: dict[int, list[TransferEvent]] = {}
-    for event in transfer_metrics.read_timeline(file):
+    for event in read_timeline(file):
         events.setdefault(event.room, []).append(event)
     first_arrival = min(each.arrival for each in responses)
     return [

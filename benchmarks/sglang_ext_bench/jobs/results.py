@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
+from sglang_ext_bench.timelines import TransferEvent
 
 
 class Phases(NamedTuple):

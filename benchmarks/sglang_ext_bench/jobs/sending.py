@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from sglang_ext.core import run_periodically
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.server import BenchServer
 from sglang_ext_bench.servers_apart import ServersApart, answer
 from sglang_ext_bench.speed.decode_wave import Stream
 
@@ -83,7 +83,7 @@ class PoolUsageMonitor:
         peak: Most used tokens of a server, compressed KV included, and the size of its pool in tokens.
     """
 
-    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+    def __init__(self, servers: Sequence[BenchServer]) -> None:
         self._servers = servers
         self._polling = run_periodically(self._poll, POLL_SECONDS)
         self.peak = (0, 0)

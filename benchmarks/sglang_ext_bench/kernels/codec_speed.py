@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import ANCHORS, REFERENCES, PageLayout
+from sglang_ext.layers.kernels.lynx.layout import REFERENCES, PageLayout
 from sglang_ext_bench.kernels.options import (
     add_list,
     add_sizes,
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)")
     add_sizes(parser, SIZES)
     add_list(parser, "--tokens", (64, 1024, 8192), "tokens of a page", type=int)
-    add("--bits", type=int, default=4, choices=ANCHORS, help="bits of a number in the anchor (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for tokens in args.tokens:
         pools = [torch.randn(tokens, CHANNELS, device=args.device).to(DTYPE) for _ in range(2 * args.layers)]
         for reference in REFERENCES:
-            layout = PageLayout(tokens, CHANNELS, DTYPE, args.bits, min(SINKS, tokens), reference=reference)
+            layout = PageLayout(tokens, CHANNELS, DTYPE, sinks=min(SINKS, tokens), reference=reference)
             print(markdown_row([str(tokens), reference, *measure(pools, layout, args.device)]), flush=True)
     return 0
 

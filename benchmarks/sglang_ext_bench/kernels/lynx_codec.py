@@ -4,7 +4,7 @@
 
 The KV of all layers is computed in float32 and rounded to the dtype of the pool. The command prints one row per dtype and setting:
 
-    bits, sinks, scales, reference   bits of the anchor, exact first tokens, bits of scales, and what the residual restores
+    sinks, reference                 exact first tokens, and what the residual restores
     anchor, both                     error with the anchor alone, and with the residual
     bits, anchor; bits, both         bits per number of the pool
     encode, decode anchor, ...       MB/s of the pool
@@ -31,7 +31,7 @@ from sglang_ext_bench.report import markdown_header, markdown_row
 PAGE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (
-    "dtype", "bits", "sinks", "reference", "anchor", "both", "bits, anchor", "bits, both", "encode, MB/s", "decode anchor", "decode both",
+    "dtype", "sinks", "reference", "anchor", "both", "bits, anchor", "bits, both", "encode, MB/s", "decode anchor", "decode both",
 )  # fmt: skip
 
 
@@ -40,25 +40,20 @@ class Setting:
     """Options of the codec, as :class:`PageLayout` has them.
 
     Attributes:
-        bits: Bits of a number in the anchor.
         sinks: First tokens of the context that the anchor holds exactly.
         reference: ``int8`` or ``exact``.
     """
 
-    bits: int
     sinks: int
     reference: str
 
     def layout(self, page: torch.Tensor, first: bool) -> PageLayout:
         """Return the layout of a page, [tokens, heads, dim]; ``first`` of the context."""
         sinks = min(self.sinks, len(page)) if first else 0
-        return PageLayout(len(page), page[0].numel(), page.dtype, self.bits, sinks, self.reference)
+        return PageLayout(len(page), page[0].numel(), page.dtype, sinks=sinks, reference=self.reference)
 
 
-SETTINGS = (
-    Setting(4, 0, "int8"), Setting(4, 4, "int8"), Setting(3, 4, "int8"), Setting(2, 4, "int8"),
-    Setting(4, 4, "exact"), Setting(3, 4, "exact"), Setting(2, 4, "exact"),
-)  # fmt: skip
+SETTINGS = (Setting(0, "int8"), Setting(4, "int8"), Setting(4, "exact"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     print(markdown_header(COLUMNS))
     for dtype in DTYPES:
         for setting in SETTINGS:
-            cells = str(dtype)[6:], str(setting.bits), str(setting.sinks), setting.reference
+            cells = str(dtype)[6:], str(setting.sinks), setting.reference
             print(markdown_row([*cells, *measure(layers, dtype, setting)]), flush=True)
     return 0
 

@@ -19,6 +19,7 @@ from sglang_ext_bench.longcot.options import add_arguments, check_options
 from sglang_ext_bench.longcot.serving import LongcotSummary
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
 from sglang_ext_bench.speed import settings
+from sglang_ext_bench.timelines import PackEvent, read_events
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import ServerSetting
 
@@ -75,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
         file.unlink(missing_ok=True)
         with settings.server(args, make_setting(server, file), logs) as process:
             for load in filter(server.runs_load, loads):
-                num_steps = len(packs.parse_steps(packs.read_events(file)))
+                num_steps = len(packs.parse_steps(read_events(file, PackEvent)))
                 waves = serving.send_waves(process, prompts[load.context][: load.batch], longest, args.repeats, ARMS[server.method][1])
                 summary = summarize(server, load, lengths, waves, shape)
                 measurements.summaries.append(summary)
                 print(f"{server.name}: {load}: {progress_line(summary)}", flush=True)
-                steps = packs.parse_steps(packs.read_events(file))[num_steps:]
+                steps = packs.parse_steps(read_events(file, PackEvent))[num_steps:]
                 if (pack_summary := packs.summarize(server.name, str(load), steps)) is not None:
                     measurements.pack_summaries.append(pack_summary)
                     measurements.steps = steps

@@ -1,13 +1,10 @@
 """Times of packs of layers, from the timeline of an inference rank with cache ranks (AsyncSpade, Table 2)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
-import msgspec
-
-from sglang_ext.managers.cache_rank.layerwise_client import PackEvent
+from sglang_ext_bench.timelines import PackEvent
 
 Pack = tuple[int, int]
 """First layer and number of layers."""
@@ -113,13 +110,6 @@ class PackSummary:
     def gathered_bandwidth(self) -> float:
         """Bytes per second that the link needs to hide the transfer of K and V, as in the paper's Table 2."""
         return (self.up + self.gathered) / self.inference
-
-
-def read_events(file: Path) -> Iterator[PackEvent]:
-    """Yield all events of a file in the order of writing, except an incomplete last line."""
-    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
-        if line.endswith(b"\n"):
-            yield msgspec.json.decode(line, type=PackEvent)
 
 
 def parse_steps(events: Iterable[PackEvent]) -> list[Step]:

@@ -12,12 +12,12 @@ from statistics import fmean, median
 
 from sglang_ext.core import run_periodically
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.longcot.arms import LongcotLoad
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import Stream, Wave
 from sglang_ext_bench.client import readings, total
+from sglang_ext_bench.server import RequestClient
 
 # Seconds between two readings of a server's metrics.
 POLL_SECONDS = 0.1
@@ -92,7 +92,7 @@ def count_selections(polled: Sequence[SelectionReading], begin: float, end: floa
 
 
 @contextmanager
-def poll_selections(server: ServerClient, seconds: float = POLL_SECONDS) -> Iterator[list[SelectionReading]]:
+def poll_selections(server: RequestClient, seconds: float = POLL_SECONDS) -> Iterator[list[SelectionReading]]:
     """Context manager that reads the metrics of a server with ``--enable-metrics`` every ``seconds``. Yields the growing list."""
     polled: list[SelectionReading] = []
 
@@ -178,7 +178,7 @@ class WaveResult:
 
 
 def send_waves(
-    server: ServerClient, prompts: Sequence[tuple[int, ...]], new_tokens: int, num_waves: int, has_ranks: bool
+    server: RequestClient, prompts: Sequence[tuple[int, ...]], new_tokens: int, num_waves: int, has_ranks: bool
 ) -> list[WaveResult]:
     """Send waves of all prompts at once. Before that, it sends each prompt alone, so that the prefix cache has its KV.
 
@@ -197,7 +197,7 @@ def send_waves(
     return [_send_wave(server, prompts, new_tokens, has_ranks) for _ in range(num_waves)]
 
 
-def _send_wave(server: ServerClient, prompts: Sequence[tuple[int, ...]], new_tokens: int, has_ranks: bool) -> WaveResult:
+def _send_wave(server: RequestClient, prompts: Sequence[tuple[int, ...]], new_tokens: int, has_ranks: bool) -> WaveResult:
     polling: AbstractContextManager[list[SelectionReading]] = poll_selections(server) if has_ranks else nullcontext([])
     with polling as polled:
         start = time.perf_counter()

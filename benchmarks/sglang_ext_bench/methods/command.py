@@ -11,13 +11,14 @@ from typing import Any
 
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess, check_servers
+from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import corpus, report
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.methods.measurement import MethodFigures, Prompts, measure
 from sglang_ext_bench.methods.servers import KINDS, SERVER_NAMES, STOCK, MethodServer, all_servers
 from sglang_ext_bench.options import check_counts, numbers
 from sglang_ext_bench.prompts import cut_prompts, load_tokenizer, read_text
+from sglang_ext_bench.server import BenchServer
 from sglang_ext_bench.speed.decode_limit import kv_token_bytes
 from sglang_ext_bench.speed.settings import log_folder
 
@@ -116,7 +117,7 @@ def flags_of(args: argparse.Namespace, server: MethodServer) -> tuple[str, ...]:
 
 def start_servers(
     args: argparse.Namespace, servers: Sequence[MethodServer], logs: Path
-) -> Iterator[tuple[MethodServer, "Future[ServerProcess]"]]:
+) -> Iterator[tuple[MethodServer, "Future[BenchServer]"]]:
     """Start several servers at once, and yield one after another, with the running server or the error of its start.
 
     A server is stopped before the next one is yielded.
@@ -125,7 +126,7 @@ def start_servers(
         starts = []
         for each in servers:
             print(f"{each.name}: starting", flush=True)
-            process = ServerProcess(str(args.model), flags_of(args, each), logs / f"{each.name}.log", start_timeout=args.start_timeout)
+            process = BenchServer(str(args.model), flags_of(args, each), logs / f"{each.name}.log", start_timeout=args.start_timeout)
             running.callback(process.stop)
             starts.append((each, process, pool.submit(process.__enter__)))
         # Measuring begins when all servers have started, because compilation and graph capture would disturb it.
@@ -136,7 +137,7 @@ def start_servers(
 
 
 def measure_server(
-    server: ServerProcess, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
+    server: BenchServer, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
 ) -> list[MethodFigures]:
     """Measure all methods of a running server, and print the figures of each one. Arguments as for :func:`measure`."""
     found = []

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.methods.servers import KINDS, MeasuredMethod, MethodServer
 from sglang_ext_bench.quality.server_measurements import reported_bytes
+from sglang_ext_bench.server import RequestClient
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import Stream
 
@@ -51,7 +51,7 @@ class MethodFigures:
 
 
 def measure(
-    server: ServerClient, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
+    server: RequestClient, plan: MethodServer, prompts: Prompts, temperatures: Sequence[float], new_tokens: int, token_bytes: int
 ) -> Iterator[MethodFigures]:
     """Measure all methods of a server.
 
@@ -83,7 +83,7 @@ def measure(
 
 
 def run_wave(
-    server: ServerClient, method: MeasuredMethod, prompts: Sequence[tuple[int, ...]], temperature: float, new_tokens: int
+    server: RequestClient, method: MeasuredMethod, prompts: Sequence[tuple[int, ...]], temperature: float, new_tokens: int
 ) -> tuple[list[Stream], float]:
     """Send all prompts at once. Returns their streams, and the largest number of bytes in compressed KV during the wave."""
     sampling = SamplingSettings(temperature, SEED if temperature else None)

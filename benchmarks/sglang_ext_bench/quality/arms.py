@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import generate
 from sglang_ext_bench.client import Generation
@@ -15,6 +13,7 @@ from sglang_ext_bench.quality.named_method import NamedMethod
 from sglang_ext_bench.quality.options import COMPARED_PARTS, QualityConfig
 from sglang_ext_bench.quality.server_measurements import compressed_share, run_parallel, token_bytes, tokens_per_second
 from sglang_ext_bench.quality.tasks import Task
+from sglang_ext_bench.server import BenchServer, RequestClient
 
 MEASURED_TOKENS = 512
 """Least length of the context whose compressed KV is measured. In a shorter one, the tokens that stay exact are a larger share."""
@@ -108,9 +107,9 @@ def server_flags(config: QualityConfig, arm: QualityArm) -> tuple[str, ...]:
     return (*config.common_server_arguments, *arm.arguments)
 
 
-def arm_server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
+def arm_server(config: QualityConfig, arm: QualityArm, logs: Path) -> BenchServer:
     """The server of an arm, not started yet. Its log is a file in the folder ``logs``."""
-    return ServerProcess(
+    return BenchServer(
         config.model,
         server_flags(config, arm),
         logs / f"{file_name(arm.name)}.log",
@@ -121,7 +120,7 @@ def arm_server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProc
 
 
 def collect_answers(
-    config: QualityConfig, arm: QualityArm, client: ServerClient, prompts: Sequence[Prompt], tasks: Sequence[Task]
+    config: QualityConfig, arm: QualityArm, client: RequestClient, prompts: Sequence[Prompt], tasks: Sequence[Task]
 ) -> ArmAnswers:
     """Send all requests that the parts need to an arm's server.
 
@@ -142,7 +141,7 @@ def collect_answers(
 
 
 def _bytes_share(
-    config: QualityConfig, arm: QualityArm, client: ServerClient, contexts: Sequence[tuple[int, ...]]
+    config: QualityConfig, arm: QualityArm, client: RequestClient, contexts: Sequence[tuple[int, ...]]
 ) -> float | None:
     """Measure the shortest context of at least MEASURED_TOKENS tokens, else the longest one, over at least two rounds."""
     if arm == FULL:
@@ -153,7 +152,7 @@ def _bytes_share(
 
 
 def _answer_prompts(
-    config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt], is_compared: bool
+    config: QualityConfig, client: RequestClient, prompts: Sequence[Prompt], is_compared: bool
 ) -> dict[float, tuple[Generation, ...]]:
     def answer(temperature: float, index: int) -> Generation:
         needs_top = config.has_part("kl") and is_compared and temperature == 0
@@ -164,7 +163,7 @@ def _answer_prompts(
 
 
 def _answer_tasks(
-    config: QualityConfig, client: ServerClient, tasks: Sequence[Task]
+    config: QualityConfig, client: RequestClient, tasks: Sequence[Task]
 ) -> dict[float, tuple[Generation, ...]]:
     def answer(temperature: float, index: int) -> Generation:
         sampling = config.sampling(temperature, index, ignore_eos=False)
@@ -174,7 +173,7 @@ def _answer_tasks(
 
 
 def _by_temperature(
-    config: QualityConfig, client: ServerClient, count: int, answer: Callable[[float, int], Generation]
+    config: QualityConfig, client: RequestClient, count: int, answer: Callable[[float, int], Generation]
 ) -> dict[float, tuple[Generation, ...]]:
     found = {}
     for place, temperature in enumerate(config.temperatures):

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import ServerProcess, check_servers
+from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
 from sglang_ext_bench.client import TopLogprobs
 from sglang_ext_bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer
@@ -32,6 +32,7 @@ from sglang_ext_bench.quality.reporting import plots, tables
 from sglang_ext_bench.quality.reporting.results import Results, arm_quality
 from sglang_ext_bench.quality.server_measurements import score_answer
 from sglang_ext_bench.quality.tasks import Task, build_tasks, load_benchmark
+from sglang_ext_bench.server import BenchServer
 
 
 class QualityRun:
@@ -74,7 +75,7 @@ class QualityRun:
             if arm == FULL and self._config.has_part("kl"):
                 self._score_answers(server)
 
-    def _score_answers(self, stock: ServerProcess) -> None:
+    def _score_answers(self, stock: BenchServer) -> None:
         """Let stock score all greedy answers that have log-probabilities. Its prefix cache contains the prompts."""
         for arm, answers in self._answers.items():
             greedy = answers.prompts.get(0.0, ())

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient, describe_error
 from sglang_ext_bench.client import SamplingSettings, generate
 from sglang_ext_bench.client import TopLogprobs, parse_top_logprobs
 from sglang_ext_bench.prompts import Prompt
 from sglang_ext_bench.speed.decode_limit import kv_token_bytes
 from sglang_ext_bench.client import readings
+from sglang_ext_bench.server import RequestClient, describe_error
 
 POLL_SECONDS = 0.01
 
@@ -39,7 +39,7 @@ def token_bytes(model: str, dtype: str) -> int:
 
 
 def compressed_share(
-    client: ServerClient, input_ids: tuple[int, ...], new_tokens: int, bytes_per_token: int, sampling: SamplingSettings = SamplingSettings()
+    client: RequestClient, input_ids: tuple[int, ...], new_tokens: int, bytes_per_token: int, sampling: SamplingSettings = SamplingSettings()
 ) -> float | None:
     """Measure the bytes of a prompt's compressed KV, as a share of its full KV, on a server with ``--enable-metrics``.
 
@@ -70,7 +70,7 @@ def compressed_share(
     return largest / (len(input_ids) * bytes_per_token) or None
 
 
-def reported_bytes(client: ServerClient) -> float:
+def reported_bytes(client: RequestClient) -> float:
     """Bytes of all compressed KV of a server at present. 0 if the server does not report them.
 
     Raises:
@@ -83,7 +83,7 @@ def reported_bytes(client: ServerClient) -> float:
     return max((value for _, value in readings(page, "sglang_ext:compressed_bytes")), default=0.0)
 
 
-def tokens_per_second(client: ServerClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float | None:
+def tokens_per_second(client: RequestClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float | None:
     """Measure greedy decoding from cached prompts. Compare the value only with other servers of the same run.
 
     The first token of each answer is left out. The time includes the compression at the start of decoding.
@@ -107,7 +107,7 @@ def tokens_per_second(client: ServerClient, prompts: Sequence[Prompt], output_le
     return len(prompts) * (output_len - 1) / (whole - first) if whole > first else None
 
 
-def _request_seconds(client: ServerClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float:
+def _request_seconds(client: RequestClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float:
     settings, started = SamplingSettings(ignore_eos=True), time.perf_counter()
     answers = run_parallel(width, prompts, lambda prompt: generate(client, prompt.input_ids, settings, output_len))
     elapsed = time.perf_counter() - started
@@ -117,7 +117,7 @@ def _request_seconds(client: ServerClient, prompts: Sequence[Prompt], output_len
     return elapsed
 
 
-def score_answer(client: ServerClient, prompt: Prompt, output_ids: Sequence[int], top: int) -> tuple[TopLogprobs, ...]:
+def score_answer(client: RequestClient, prompt: Prompt, output_ids: Sequence[int], top: int) -> tuple[TopLogprobs, ...]:
     """Let stock score another server's answer: its most probable tokens at each position of the answer, by prefill.
 
     Args:

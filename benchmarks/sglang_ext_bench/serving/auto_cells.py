@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench import report
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.options import DTYPES, check_budgets, check_counts, names, numbers
 from sglang_ext_bench.prompts import Waves, make_prompts
 from sglang_ext_bench.client import readings
+from sglang_ext_bench.server import BenchServer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -148,7 +148,7 @@ def measure_arm(args: argparse.Namespace, arm: str, prompts: Mapping[int, Sequen
     if arm != STOCK:
         flags += ["--kv-mode", "verified", "--kv-compressor", args.compressor, "--kv-draft-length", arm]
         flags += ["--kv-budget", args.budget] if args.budget else []
-    with log_folder(args) as logs, ServerProcess(str(args.model), (*flags, *split_flags(args.server_arg)), logs / f"{arm}.log") as server:
+    with log_folder(args) as logs, BenchServer(str(args.model), (*flags, *split_flags(args.server_arg)), logs / f"{arm}.log") as server:
         for context, same_length in prompts.items():
             for batch in waves.batches:
                 cell = measure_cell(server, context, [same_length[part] for part in waves.of(batch)], args.output_len)
@@ -156,7 +156,7 @@ def measure_arm(args: argparse.Namespace, arm: str, prompts: Mapping[int, Sequen
                 yield cell
 
 
-def measure_cell(server: ServerProcess, context: int, waves: Sequence[Sequence[tuple[int, ...]]], output_len: int) -> Cell:
+def measure_cell(server: BenchServer, context: int, waves: Sequence[Sequence[tuple[int, ...]]], output_len: int) -> Cell:
     """Decode the prompts of each wave, which are put into the prefix cache first."""
     from sglang_ext_bench.speed import decode_wave
 

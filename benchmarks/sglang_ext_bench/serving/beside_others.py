@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.options import check_counts, probabilities
 from sglang_ext_bench.prompts import LOWEST_RANDOM_ID, random_prompts
+from sglang_ext_bench.server import BenchServer
 
 PLAIN = 6
 BATCH = PLAIN + 2
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = random_prompts(BATCH, args.context_len, args.vocabulary)
     flags = ("--kv-mode", "verified", "--kv-bench-acceptance", str(args.acceptance), *split_flags(args.server_arg))
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as folder, ServerProcess(str(args.model), flags, Path(folder) / "server.log") as server:
+    with tempfile.TemporaryDirectory() as folder, BenchServer(str(args.model), flags, Path(folder) / "server.log") as server:
         for prompt in prompts:
             server.request("generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}})
         for repeat in range(args.repeats + 1):
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plain_rate(
-    server: ServerProcess, prompts: Sequence[tuple[int, ...]], others: Sequence[Mapping[str, Any]], args: argparse.Namespace
+    server: BenchServer, prompts: Sequence[tuple[int, ...]], others: Sequence[Mapping[str, Any]], args: argparse.Namespace
 ) -> float:
     """Tokens per second of the plain requests, while all requests decode.
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
+from sglang_ext_bench.server import BenchServer
 
 STOCK, BETWEEN_STEPS, CACHE_RANKS = "stock", "between-steps", "cache-ranks"
 SERVERS = (STOCK, BETWEEN_STEPS, CACHE_RANKS)
@@ -83,7 +83,7 @@ def measure(
     pool = 2 * (args.context + args.output)
     common = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", str(pool), "--enable-metrics")
     outputs, drafts, accepted = [], 0, 0
-    with ServerProcess(str(args.model), (*common, *flags), log) as server:
+    with BenchServer(str(args.model), (*common, *flags), log) as server:
         for i, prompt in enumerate(prompts):
             server.flush_cache()
             tokens, meta, seconds = generate(server, prompt, args.output)
@@ -99,7 +99,7 @@ def measure(
     return outputs
 
 
-def generate(server: ServerProcess, prompt: tuple[int, ...], new_tokens: int) -> tuple[list[int], dict[str, Any], float]:
+def generate(server: BenchServer, prompt: tuple[int, ...], new_tokens: int) -> tuple[list[int], dict[str, Any], float]:
     """Decode a prompt. Returns the output tokens, the ``meta_info``, and the seconds per token after the first chunk.
 
     Raises:
@@ -118,7 +118,7 @@ def generate(server: ServerProcess, prompt: tuple[int, ...], new_tokens: int) ->
     return last["output_ids"], last["meta_info"], seconds / max(1, new_tokens - first_tokens)
 
 
-def rank_metrics(server: ServerProcess) -> list[str]:
+def rank_metrics(server: BenchServer) -> list[str]:
     """Lines of the metrics page about cache ranks, without those that are 0."""
     prefixes = tuple(f"sglang_ext:{name}" for name in RANK_METRICS)
     return [line for line in server.request("metrics").splitlines() if line.startswith(prefixes) and not line.endswith(" 0.0")]

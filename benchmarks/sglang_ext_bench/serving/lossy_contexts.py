@@ -20,11 +20,11 @@ from itertools import chain
 from pathlib import Path
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.options import check_counts, names
 from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
+from sglang_ext_bench.server import BenchServer
 
 STOCK = "stock"
 OUTPUT_TOKENS, VOCABULARY = 256, 20000
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(name, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "server.log")
-            with ServerProcess(args.model, (*common, *method_flags(name)), log, request_timeout=REQUEST_TIMEOUT) as server:
+            with BenchServer(args.model, (*common, *method_flags(name)), log, request_timeout=REQUEST_TIMEOUT) as server:
                 counts[name] = count_running(server, prompts, args.patience)
     print("\n| method | at once | over stock |\n|---|---|---|")
     for name, count in counts.items():
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def count_running(server: ServerProcess, prompts: Sequence[tuple[int, ...]], patience: float) -> int:
+def count_running(server: BenchServer, prompts: Sequence[tuple[int, ...]], patience: float) -> int:
     """Send all prompts. Returns the largest number of running requests, once it has not grown for ``patience`` seconds."""
     params = SamplingSettings().as_json(OUTPUT_TOKENS)
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import sglang_ext
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.server import BenchServer
 from sglang_ext_bench.serving import call_recorder
 from sglang_ext_bench.serving.call_recorder import BEGIN_FILE, Function, Pair
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(temporary)
         (folder / "sitecustomize.py").write_text(f"{Path(call_recorder.__file__).read_text()}\n\nstart()\n")
         flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *split_flags(args.server_arg))
-        server = ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=START_TIMEOUT, env=recorder_environment(folder))
+        server = BenchServer(str(args.model), flags, folder / "server.log", start_timeout=START_TIMEOUT, env=recorder_environment(folder))
         with server:
             server.request("generate", request_body(FIRST_PROMPT, FIRST_TOKENS))
             (folder / BEGIN_FILE).touch()

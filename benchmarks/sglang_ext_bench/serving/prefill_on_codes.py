@@ -16,9 +16,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import load_tokenizer
+from sglang_ext_bench.server import BenchServer
 
 LOSSY = ("--kv-mode", "lossy", "--kv-compressor", "hack", "--dtype", "float32")
 QUANTIZED_PREFILL = (*LOSSY, "--kv-prefill", "quantized")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text)[: args.tokens] for text in own_texts()]
     exact: list[float] = []
     for name, flags in SERVERS.items():
-        with tempfile.TemporaryDirectory() as folder, ServerProcess(str(args.model), flags, Path(folder) / "server.log") as server:
+        with tempfile.TemporaryDirectory() as folder, BenchServer(str(args.model), flags, Path(folder) / "server.log") as server:
             found = prompt_logprobs(server, prompts)
         exact = exact or found
         difference = statistics.mean(abs(one - other) for one, other in zip(found, exact, strict=True))
@@ -63,7 +63,7 @@ def own_texts() -> list[str]:
     return [documentation[:20_000], documentation[40_000:60_000], inspect.getsource(argparse), inspect.getsource(textwrap)]
 
 
-def prompt_logprobs(server: ServerProcess, prompts: Sequence[list[int]]) -> list[float]:
+def prompt_logprobs(server: BenchServer, prompts: Sequence[list[int]]) -> list[float]:
     """Log-probabilities of all tokens of the prompts but the first one of each."""
     found = []
     for prompt in prompts:

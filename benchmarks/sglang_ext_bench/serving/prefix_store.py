@@ -16,10 +16,10 @@ from typing import Any
 
 from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench import report
 from sglang_ext_bench.options import DTYPES, check_counts
 from sglang_ext_bench.prompts import make_prompts
+from sglang_ext_bench.server import BenchServer
 
 COMPUTED, WRITING, READING = "computed", "writing", "reading"
 QUIET_SECONDS = 1.0
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with log_folder(args) as logs:
         for arm in (COMPUTED, WRITING, READING):
             flags = (*server_flags(args, arm), *split_flags(args.server_arg))
-            with ServerProcess(str(args.model), flags, logs / f"{arm}.log") as server:
+            with BenchServer(str(args.model), flags, logs / f"{arm}.log") as server:
                 found[arm] = measure(server, prompts, args.output_len, backend if arm == WRITING else None)
     backend.close()
     rows, differing = table_rows(found), count_differing(found)
@@ -79,7 +79,7 @@ def server_flags(args: argparse.Namespace, arm: str) -> tuple[str, ...]:
     return flags if arm == COMPUTED else (*flags, "--kv-store", args.store, "--kv-store-form", args.form)
 
 
-def measure(server: ServerProcess, prompts: Sequence[Sequence[int]], output_len: int, backend: StoreBackend | None) -> list[dict[str, Any]]:
+def measure(server: BenchServer, prompts: Sequence[Sequence[int]], output_len: int, backend: StoreBackend | None) -> list[dict[str, Any]]:
     """Send each prompt alone to an empty prefix cache, twice.
 
     Args:
@@ -102,7 +102,7 @@ def measure(server: ServerProcess, prompts: Sequence[Sequence[int]], output_len:
     return found
 
 
-def ask(server: ServerProcess, ids: Sequence[int], tokens: int) -> dict[str, Any]:
+def ask(server: BenchServer, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """Generate greedily."""
     return server.request("generate", {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}})
 

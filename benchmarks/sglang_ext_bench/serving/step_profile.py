@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import random_prompts
 from sglang_ext_bench.client import total
+from sglang_ext_bench.server import BenchServer
 
 VOCABULARY = 20000
 # Categories of the profiler's events for work of the device and for calls of the host, and the call that launches a step.
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("steps are profiled on an NVIDIA GPU, and this machine has none: run the command on a machine with one")
     prompts = random_prompts(args.batch, args.tokens, VOCABULARY)
     flags = (*split_flags(args.server_arg), "--enable-metrics")
-    with ServerProcess(args.model, flags, args.log, start_timeout=START_TIMEOUT) as server:
+    with BenchServer(args.model, flags, args.log, start_timeout=START_TIMEOUT) as server:
         events, token_ms = record_events(server, prompts, args)
     before = "-" if token_ms is None else f"{token_ms:.2f}"
     print(f"before: {before} ms a token of each of {args.batch} requests")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def record_events(
-    server: ServerProcess, prompts: Sequence[tuple[int, ...]], args: argparse.Namespace
+    server: BenchServer, prompts: Sequence[tuple[int, ...]], args: argparse.Namespace
 ) -> tuple[list[Event], float | None]:
     """Profile the server while all prompts decode.
 

@@ -23,8 +23,7 @@ import psutil
 
 from sglang_ext.config.options import BACKEND
 from sglang_ext.tools import ROLES
-from sglang_ext.tools.server_client import describe_error
-from sglang_ext.tools.server_process import ServerProcess
+from sglang_ext_bench.server import BenchServer, describe_error
 from sglang_ext_bench.servers_apart import ServersApart
 from sglang_ext_bench.soaking.request_options import OPTIONS, Option
 
@@ -122,7 +121,7 @@ class DisaggregatedServers:
         return self._decode.request(path)
 
     @property
-    def by_role(self) -> dict[str, ServerProcess]:
+    def by_role(self) -> dict[str, BenchServer]:
         """The prefill and the decode server, by role."""
         return {role: self._servers.of[role][0] for role in ROLES}
 
@@ -212,7 +211,7 @@ class DisaggregatedServers:
         return {role: resident_bytes(self._servers.of[role][0].group) for role in ROLES}
 
 
-def prefill_outcome(server: ServerProcess, path: str, body: dict[str, Any]) -> str:
+def prefill_outcome(server: BenchServer, path: str, body: dict[str, Any]) -> str:
     """Send a request to the prefill server and wait for its end.
 
     Returns:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient, describe_error
+from sglang_ext_bench.server import RequestClient, describe_error
 from sglang_ext_bench.soaking.request_options import SERVER_FLAGS, Option
 
 IDLE_SECONDS = 30.0
@@ -20,7 +20,7 @@ class SupportsGet(Protocol):
     def request(self, path: str) -> Any: ...
 
 
-class ExternalServer(ServerClient):
+class ExternalServer(RequestClient):
     """Context manager: a client of a running SGLang server at any address. The soak neither starts nor stops this server.
 
     Args:

@@ -12,8 +12,8 @@ from itertools import count
 from random import Random
 from typing import Any, Protocol
 
-from sglang_ext.tools.server_client import describe_error
 from sglang_ext_bench.prompts import Prompt
+from sglang_ext_bench.server import describe_error
 from sglang_ext_bench.soaking.answers import (
     AnswerError,
     Sample,
@@ -37,7 +37,7 @@ References = dict[tuple[int, str], tuple[Sample, ...]]
 
 
 class SoakServer(Protocol):
-    """The methods of :class:`~sglang_ext.tools.server_client.ServerClient` that the traffic calls."""
+    """The methods of :class:`~sglang_ext.tools.server_client.RequestClient` that the traffic calls."""
 
     def post(self, path: str, body: dict[str, Any]) -> Any: ...
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_client import ServerClient, describe_error
-from sglang_ext.tools.server_process import ServerProcess, check_servers
+from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
+from sglang_ext_bench.server import BenchServer, RequestClient, describe_error
 from sglang_ext_bench.soaking.answers import Sample
 from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers, disaggregated_flags, disaggregated_options
 from sglang_ext_bench.soaking.external_server import ExternalServer, describe_leak, supported_options
@@ -29,7 +29,7 @@ SETTLE_SECONDS = 3.0
 PLAIN_LOOP = "--disable-overlap-schedule"
 """SGLang's flag of the plain loop."""
 
-Server = ServerProcess | ExternalServer | DisaggregatedServers
+Server = BenchServer | ExternalServer | DisaggregatedServers
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +88,11 @@ def select_options(args: argparse.Namespace) -> tuple[Option, ...]:
     return supported_options(options, servers) if servers else options
 
 
-def stock_server(args: argparse.Namespace, flags: tuple[str, ...]) -> ServerProcess | ExternalServer:
+def stock_server(args: argparse.Namespace, flags: tuple[str, ...]) -> BenchServer | ExternalServer:
     """The stock server of --stock-url, or one that is started with ``flags``."""
     if args.stock_url:
         return ExternalServer(args.stock_url, ANSWER_SECONDS)
-    return ServerProcess(args.model, flags, args.logs / "soak-stock.log")
+    return BenchServer(args.model, flags, args.logs / "soak-stock.log")
 
 
 def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally) -> Server:
@@ -108,10 +108,10 @@ def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]]
         return ExternalServer(args.url, ANSWER_SECONDS)
     if args.apart:
         return DisaggregatedServers(args.model, flags, args.logs, {"prefill": STRICT_CHECKS, "decode": env}, args.workers, tally.fail)
-    return ServerProcess(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
+    return BenchServer(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
 
 
-def check_loop(server: ServerClient | DisaggregatedServers, is_overlapped: bool) -> None:
+def check_loop(server: RequestClient | DisaggregatedServers, is_overlapped: bool) -> None:
     """Check that a server runs the same loop of SGLang as the other one.
 
     Raises:
@@ -143,7 +143,7 @@ def server_environment(retraction_steps: int | None) -> dict[str, str]:
 
 
 def reference_answers(
-    stock: ServerClient, given: Sequence[Prompt], tokens: int, options: Sequence[Option] = OPTIONS
+    stock: RequestClient, given: Sequence[Prompt], tokens: int, options: Sequence[Option] = OPTIONS
 ) -> tuple[tuple[Prompt, ...], References]:
     """Send all cases to stock. Return all prompts, the given ones and those made of them, and stock's answers.
 
@@ -174,7 +174,7 @@ def all_prompts(given: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> tu
     return (*given, *next_turns(given, answers), *shared_beginnings(given), *short_prompts(given))
 
 
-def _reference_answer(stock: ServerClient, prompt: Prompt, option: Option, tokens: int) -> tuple[Sample, ...]:
+def _reference_answer(stock: RequestClient, prompt: Prompt, option: Option, tokens: int) -> tuple[Sample, ...]:
     stock.flush_cache()
     try:
         stream = bool(option.stream)

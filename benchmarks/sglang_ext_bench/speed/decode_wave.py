@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient
 from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.server import RequestClient
 
 MIN_SPAN = 0.1
 """Least measured span, as a share of the time until the first request ends."""
@@ -138,7 +138,7 @@ class Wave:
         return self.tokens / self.seconds
 
 
-def read(server: ServerClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> Stream:
+def read(server: RequestClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> Stream:
     """Send a request to ``/generate``, and read its stream.
 
     Args:
@@ -148,7 +148,7 @@ def read(server: ServerClient, body: dict[str, Any], began: float, clock: Callab
         clock: Returns the time in seconds.
 
     Raises:
-        OSError: As for :meth:`ServerClient.stream`, or the server sent an error.
+        OSError: As for :meth:`RequestClient.stream`, or the server sent an error.
     """
     stream = Stream()
     for event in server.stream("generate", {**body, "stream": True}):
@@ -191,7 +191,7 @@ def measure(streams: Sequence[Stream]) -> Wave:
 
 
 def run(
-    server: ServerClient,
+    server: RequestClient,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingSettings,
     new_tokens: int,

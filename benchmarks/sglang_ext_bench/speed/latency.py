@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import HOST, ServerClient
+from sglang_ext.tools.server_client import HOST
 from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import drawing
+from sglang_ext_bench.server import RequestClient
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.speed.settings import ServerSetting
 
@@ -91,7 +92,7 @@ def run_setting(
             yield summarize(setting.name, acceptance, rate, record)
 
 
-def send(args: argparse.Namespace, server: ServerClient, rate: float, stem: Path) -> dict[str, Any]:
+def send(args: argparse.Namespace, server: RequestClient, rate: float, stem: Path) -> dict[str, Any]:
     """Run SGLang's benchmark against a server. Returns its JSON record of the run.
 
     Args:

@@ -12,8 +12,9 @@ from typing import Any
 from sglang_ext.core import DEFAULT_BUDGET, OptionError
 from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench.options import DTYPES, add_start_timeout, check_budgets, file_name, find_repeated_flag, numbers, probabilities
-from sglang_ext.tools.server_process import ServerProcess, check_servers
+from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
+from sglang_ext_bench.server import BenchServer
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def flags_of(args: argparse.Namespace, setting: ServerSetting) -> tuple[str, ...
     return ("--dtype", args.dtype, "--enable-metrics", *split_flags(args.server_arg), *setting.arguments)
 
 
-def server(args: argparse.Namespace, setting: ServerSetting, logs: Path) -> ServerProcess:
+def server(args: argparse.Namespace, setting: ServerSetting, logs: Path) -> BenchServer:
     """The server of a setting, not started yet. Its log is in the folder ``logs``."""
-    return ServerProcess(
+    return BenchServer(
         str(args.model),
         flags_of(args, setting),
         logs / f"{file_name(setting.name)}.log",

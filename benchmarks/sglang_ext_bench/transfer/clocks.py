@@ -11,7 +11,7 @@ visible     The client has received the token. Draft tokens are sent after they 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
+from sglang_ext_bench.timelines import TransferEvent
 from sglang_ext_bench.transfer.server_pair import TransferResponse
 
 CLOCKS = ("generated", "kept", "visible")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from sglang_ext.managers.kv_transfer import transfer_metrics
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEvent
 from sglang_ext.tools import ROLES
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer
 from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.timelines import TransferEvent, read_timeline
 
 # By default SGLang transfers a cached prefix before it computes the rest, so the transfer would start before the end of prefill. The pair
 # turns this off, unless the benchmark's environment sets the variable.
@@ -85,7 +84,7 @@ class ServerPair:
         prefilled = self._pool.submit(self._prefill.post, "generate", body)
         stream = answer(self._decode, body, new_tokens, prefilled, PREFILL_GRACE_SECONDS)
         cached = prefilled.result()["meta_info"]["cached_tokens"]
-        events = tuple(event for event in transfer_metrics.read_timeline(self._timeline) if event.room == room["bootstrap_room"])
+        events = tuple(event for event in read_timeline(self._timeline) if event.room == room["bootstrap_room"])
         return TransferResponse(sent, stream, events, cached)
 
 

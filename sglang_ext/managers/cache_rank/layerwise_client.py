@@ -28,35 +28,8 @@ POSITION_BYTES = 4
 PackEventKind = Literal["reached", "written", "asked", "chosen", "missed"]
 
 
-class PackEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event of a pack of layers. Times are those of ``time.monotonic``, which all processes of a machine share.
-
-    Attributes:
-        kind: ``reached``: a step's attention reaches the pack's first layer, before any wait. ``written``: the selection is written to
-            the compressed KV. ``missed``: no new selection arrived in time. ``asked``: the step's queries are published. ``chosen``: the
-            rank has selected.
-        at: Seconds. For ``chosen``, the completion time at the rank.
-        first, count: The pack.
-        lane: Lane of the request; -1 for ``reached``, which concerns the whole step.
-        sequence: Sequence of the selection request; 0 for none.
-        seconds: For ``chosen``, duration of the selection.
-        bytes: ``asked``: bytes of the published queries. ``chosen``: bytes of the received positions. ``written``: bytes of K and V at
-            the selected positions, which a rank would have to send if this process had no full KV. In mode lossy, bytes of the received K
-            and V.
-    """
-
-    kind: PackEventKind
-    at: float
-    first: int
-    count: int
-    lane: int = -1
-    sequence: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
-
-
 class PackTimeline:
-    """Appends events to a file, one JSON object per line. Without a file, it records nothing."""
+    """Appends events to a file, one JSON object per line (benchmarks/sglang_ext_bench/timelines.py). Without a file, it records nothing."""
 
     def __init__(self, file: str | Path | None) -> None:
         self._file = None if file is None else Path(file).open("ab", buffering=0)
@@ -67,7 +40,8 @@ class PackTimeline:
     ) -> None:  # fmt: skip
         """Append an event; its time is now unless ``at`` is given."""
         if self._file is not None:
-            event = PackEvent(kind, time.monotonic() if at is None else at, *pack, lane, sequence, seconds, size)
+            event = {"kind": kind, "at": time.monotonic() if at is None else at, "first": pack[0], "count": pack[1], "lane": lane}
+            event |= {"sequence": sequence, "seconds": seconds, "bytes": size}
             self._file.write(msgspec.json.encode(event) + b"\n")
 
 

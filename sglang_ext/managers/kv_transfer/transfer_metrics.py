@@ -6,7 +6,7 @@ Threads of links, and threads that open and end rooms, count them. Each rank cou
 for counters, and the maximum over ranks for gauges.
 
 The timeline has timestamps of KV transfers and of drafting and verification, per request, in a file for benchmarks. Its times are of
-``time.monotonic``, which all processes of a machine share. A line is one :class:`TransferEvent` in JSON.
+``time.monotonic``, which all processes of a machine share. A line is one event in JSON (benchmarks/sglang_ext_bench/timelines.py).
 """
 
 import threading
@@ -129,36 +129,6 @@ class WaitTimer:
 TransferEventKind = Literal["sending", "computed", "encoded", "expected", "anchor", "complete", "drafted", "verified", "answered"]
 
 
-class TransferEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An event of a request.
-
-    - ``sending``: the prefill server submits the first of its KV for encoding.
-    - ``computed``: all of its KV and its first token are computed.
-    - ``encoded``: the link has all of it.
-    - ``expected``: it has slots at the decode server.
-    - ``anchor``: the data needed to start decoding is written.
-    - ``complete``: all KV is written.
-    - ``drafted``: a round's steps created draft tokens.
-    - ``verified``: drafts were verified, which outputs the accepted tokens and one bonus token.
-    - ``answered``: a round's steps created output tokens.
-
-    Attributes:
-        room: SGLang's ``bootstrap_room`` of the request.
-        at: Time in seconds.
-        number: ``anchor``: bytes of anchors, without residuals that arrived earlier. ``complete``: bytes of all KV. ``drafted``: pending
-            drafts after this round. ``verified``: accepted drafts. ``answered``: output tokens.
-        of: ``drafted``: drafts of this round. ``verified``: verified drafts.
-        early: Whether the drafts were made on an anchor.
-    """
-
-    room: int
-    kind: TransferEventKind
-    at: float
-    number: int = 0
-    of: int = 0
-    early: bool = False
-
-
 class TransferTimeline:
     """Appends events to a file, which several processes may share. Converts marks of ``device`` to times. Any thread may call it."""
 
@@ -178,13 +148,6 @@ class TransferTimeline:
         self, room: int, kind: TransferEventKind, at: float | None = None, number: int = 0, of: int = 0, early: bool = False
     ) -> None:
         """Append an event; ``at`` defaults to the current time."""
-        event = TransferEvent(room, kind, time.monotonic() if at is None else at, number, of, early)
+        event = {"room": room, "kind": kind, "at": time.monotonic() if at is None else at, "number": number, "of": of, "early": early}
         with self._lock:
             self._file.write(msgspec.json.encode(event) + b"\n")
-
-
-def read_timeline(file: Path) -> list[TransferEvent]:
-    """Return all events of a file by time. An incomplete last line is ignored."""
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    events = [msgspec.json.decode(line, type=TransferEvent) for line in lines if line.endswith(b"\n")]
-    return sorted(events, key=lambda event: event.at)

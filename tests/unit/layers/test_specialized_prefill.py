@@ -45,10 +45,7 @@ def test_a_benchmark_gets_the_kernels_that_it_asks_for_or_an_error(monkeypatch):
     batch = batch_of(monkeypatch)
     assert launches(monkeypatch, batch, kernel="tiles") == ["tiles"]
     assert launches(monkeypatch, batch, kernel="specialized") == ["exact tokens", "codes"]
-    assert launches(monkeypatch, batch, stored_sums=False) == ["tiles"], "sums that are computed"
-    with pytest.raises(ValueError, match="stored_sums False, with 4 query heads a KV head on cpu, which .* does not support: pass 'tiles'"):
-        launches(monkeypatch, batch, kernel="specialized", stored_sums=False)
-    with pytest.raises(ValueError, match="stored_sums True, with 3 query heads"):
+    with pytest.raises(ValueError, match="with 3 query heads a KV head on cpu, which .* does not support: pass 'tiles'"):
         launches(monkeypatch, batch_of(monkeypatch, group=3), kernel="specialized")
 
 

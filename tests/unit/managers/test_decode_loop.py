@@ -15,7 +15,6 @@ from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.policy import OffloadDecision
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
-from sglang_ext.managers.kv_transfer import transfer_metrics
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
@@ -28,6 +27,7 @@ from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSet
 from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.platforms.plain_cpu import run_without_pinning
+from sglang_ext_bench.timelines import read_timeline
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 
@@ -442,7 +442,7 @@ def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
         req.bootstrap_room = room
     toy.report.timeline = TransferTimeline(tmp_path / "times")
     seen = rounds(toy, states, reqs, 4)
-    events = transfer_metrics.read_timeline(tmp_path / "times")
+    events = read_timeline(tmp_path / "times")
     drafted, verified = ([event for event in events if event.kind == kind] for kind in ("drafted", "verified"))
     assert [(event.number, event.of) for event in drafted] == [(DRAFTS, DRAFTS)] * 4
     assert [(event.room, event.of, event.number) for event in verified] == [(row - 1, offered, accepted) for row, offered, accepted in seen]

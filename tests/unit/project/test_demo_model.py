@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from sglang_ext import demo_model
+from sglang_ext_bench import demo_model
 
 
 def pretend_package(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:

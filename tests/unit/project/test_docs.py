@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.tools import manual
+from sglang_ext_bench.__main__ import main as bench
+from sglang_ext_bench.pages import manual
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -47,15 +48,15 @@ def dead_links(path, text):
 
 def test_pages_that_follow_from_the_code_are_up_to_date():
     late = [name(path) for path in manual.outdated_pages(DOCS)]
-    assert not late, f"{late}: run python -m sglang_ext.tools.manual"
+    assert not late, f"{late}: run sglang-ext-bench manual"
 
 
 def test_a_page_that_differs_or_is_missing_is_written_anew_and_keeps_what_is_written_by_hand(tmp_path, capsys):
     (tmp_path / "flags.md").write_text(f"{manual.BEGIN}\nBy hand.\n{manual.END}\n")
-    assert manual.main(["--docs", str(tmp_path), "--check"]) == 1
+    assert bench(["manual", "--docs", str(tmp_path), "--check"]) == 1
     assert "flags.md is out of date" in capsys.readouterr().out and not (tmp_path / "compatibility.md").exists()
-    assert manual.main(["--docs", str(tmp_path)]) == 0
-    assert manual.main(["--docs", str(tmp_path), "--check"]) == 0
+    assert bench(["manual", "--docs", str(tmp_path)]) == 0
+    assert bench(["manual", "--docs", str(tmp_path), "--check"]) == 0
     written = (tmp_path / "flags.md").read_text()
     assert f"{manual.BEGIN}\n\nBy hand.\n\n{manual.END}" in written and "### `--kv-mode`" in written
 

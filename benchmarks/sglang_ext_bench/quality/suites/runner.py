@@ -14,14 +14,13 @@ import torch
 from rich.console import Console
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import ServerClient
-from sglang_ext.tools.server_process import ServerProcess
 from sglang_ext_bench.options import file_name
 from sglang_ext_bench.client import SamplingSettings, generate
 from sglang_ext_bench.quality.server_measurements import compressed_share, run_parallel, token_bytes
 from sglang_ext_bench.quality.suites.arms import SuiteArm, SuiteServer, selector_share
 from sglang_ext_bench.quality.suites.case import SuiteCase
 from sglang_ext_bench.quality.suites.stored_results import ScoredAnswer, StoredResults
+from sglang_ext_bench.server import BenchServer, RequestClient
 
 POOL_SHARE = 0.8
 """Share of a GPU's memory for the weights and the KV of all its servers, if several share the GPU."""
@@ -131,7 +130,7 @@ def _run_server(
         log = logs / f"{file_name(server.name)}.log"
         times = settings.start_timeout, settings.request_timeout
         flags = settings.server_flags(server)
-        client = stack.enter_context(ServerProcess(settings.model, flags, log, settings.port, *times, env=env))
+        client = stack.enter_context(BenchServer(settings.model, flags, log, settings.port, *times, env=env))
         for arm in server.arms:
             if results[arm.name].bytes_share is None:
                 results[arm.name].set_bytes_share(_bytes_share(settings, server, arm, client, cases))
@@ -141,7 +140,7 @@ def _run_server(
 
 
 def _run_cell(
-    settings: ServerSettings, server: SuiteServer, client: ServerClient, cases: Sequence[SuiteCase], results: Mapping[str, StoredResults]
+    settings: ServerSettings, server: SuiteServer, client: RequestClient, cases: Sequence[SuiteCase], results: Mapping[str, StoredResults]
 ) -> None:
     """Send the cases of one task and length. All arms of a server get a prompt one after another, so that it is prefilled once."""
     width = len(cases) if len(server.arms) == 1 else settings.concurrency
@@ -159,7 +158,7 @@ def _sampling(server: SuiteServer, arm: SuiteArm, ignore_eos: bool) -> SamplingS
     return SamplingSettings(ignore_eos=ignore_eos, kv_compressor=method)
 
 
-def _answer(client: ServerClient, case: SuiteCase, sampling: SamplingSettings) -> ScoredAnswer:
+def _answer(client: RequestClient, case: SuiteCase, sampling: SamplingSettings) -> ScoredAnswer:
     found = generate(client, case.input_ids, sampling, case.new_tokens)
     if found.error:
         raise CommandError(f"the request {case.id} failed: {found.error}")
@@ -167,7 +166,7 @@ def _answer(client: ServerClient, case: SuiteCase, sampling: SamplingSettings) -
 
 
 def _bytes_share(
-    settings: ServerSettings, server: SuiteServer, arm: SuiteArm, client: ServerClient, cases: Sequence[SuiteCase]
+    settings: ServerSettings, server: SuiteServer, arm: SuiteArm, client: RequestClient, cases: Sequence[SuiteCase]
 ) -> float | None:
     """Bytes of KV that a decode step reads, as a share of the full KV. None if the server reports no compressed KV.
 

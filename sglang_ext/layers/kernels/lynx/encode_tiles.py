@@ -115,7 +115,7 @@ def _pairs(a, b, c, d, PTX: tl.constexpr):
 
 
 @triton.jit
-def _searched_byte(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr):
+def _searched_byte(x, mu, sigma, bounds, GREATEST: tl.constexpr):
     """As :func:`_byte`, by a search that works for any number."""
     found = tl.zeros_like(x).to(tl.int32)
     power = ZERO
@@ -124,29 +124,27 @@ def _searched_byte(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.conste
         reached = x >= mu[:, None] + tl.load(bounds + more - 1) * sigma[:, None]
         found = tl.where(reached & (more <= ZERO + GREATEST), more, found)
         power = power >> 1
-    half: tl.constexpr = 1 << (7 - BITS)
-    return ~(found + tl.where(x >= mu[:, None], half - 1, -half))
+    return ~(found + tl.where(x >= mu[:, None], 7, -8))
 
 
 @triton.jit
-def _searched(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr, PTX: tl.constexpr):
+def _searched(x, mu, sigma, bounds, GREATEST: tl.constexpr, PTX: tl.constexpr):
     return _pairs(
-        _searched_byte(x[0], mu[0], sigma[0], bounds, BITS, GREATEST), _searched_byte(x[1], mu[1], sigma[1], bounds, BITS, GREATEST),
-        _searched_byte(x[2], mu[2], sigma[2], bounds, BITS, GREATEST), _searched_byte(x[3], mu[3], sigma[3], bounds, BITS, GREATEST), PTX,
+        _searched_byte(x[0], mu[0], sigma[0], bounds, GREATEST), _searched_byte(x[1], mu[1], sigma[1], bounds, GREATEST),
+        _searched_byte(x[2], mu[2], sigma[2], bounds, GREATEST), _searched_byte(x[3], mu[3], sigma[3], bounds, GREATEST), PTX,
     )  # fmt: skip
 
 
 @triton.jit
-def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
+def _split(first, second, PTX: tl.constexpr):
     """Pack codes and rests of a token's channels and of another token's, a byte each. Inverts all bits but the rests above mu."""
-    REST: tl.constexpr = ((1 << (8 - BITS)) - 1) * 0x01010101
     if PTX:
         word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], tl.int32, True, 1)
         below = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0xba98;", "=r,r", [word], tl.int32, True, 1)
     else:
         word = (first & 65535) | (second << 16)
         below = ((word >> 7) & 0x01010101) * 255
-    return word ^ (below | ~REST)
+    return word ^ (below | ~0x0F0F0F0F)
 
 
 @triton.jit
@@ -189,9 +187,8 @@ def _scales_of(
 
 @triton.jit
 def _store_looked_up(
-    words, mu, sigma, table, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
+    words, mu, sigma, table, codes, rests, row, begin, there, CHANNELS: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr
+):
     """Store codes and rests of a complete row of chunks with clear scales."""
     MOVE: tl.constexpr = "mov.b32 $0, $1;"
     reach = tl.zeros_like(sigma[0]) + REACH
@@ -199,24 +196,24 @@ def _store_looked_up(
     for k in tl.static_range(0, 4, 2):
         even, odd = _looked_up(_some_channels(words, k, MOVE, LIKE, PTX), mu, sigma, grow, cells, PTX)
         even_next, odd_next = _looked_up(_some_channels(words, k + 1, MOVE, LIKE, PTX), mu, sigma, grow, cells, PTX)
-        even, odd = _split(even, even_next, BITS, PTX), _split(odd, odd_next, BITS, PTX)
-        _store(even, odd, codes, rests, row, k, begin, there, there, tokens, CHANNELS, BITS, PTX)
+        even, odd = _split(even, even_next, PTX), _split(odd, odd_next, PTX)
+        _store(even, odd, codes, rests, row, k, begin, there, there, CHANNELS, PTX)
 
 
 @triton.jit
 def _store_searched(
-    words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
+    words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr,
     GREATEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Store codes and rests of any row."""
     MOVE: tl.constexpr = "mov.s32 $0, $1;"
     for k in tl.static_range(0, 4, 2):
         token = row * CHUNK + k + 4 * tl.arange(0, CHUNK // 4)
-        even, odd = _searched(_some_channels(words, k, MOVE, LIKE, PTX), mu, sigma, bounds, BITS, GREATEST, PTX)
-        even_next, odd_next = _searched(_some_channels(words, k + 1, MOVE, LIKE, PTX), mu, sigma, bounds, BITS, GREATEST, PTX)
-        even, odd = _split(even, even_next, BITS, PTX), _split(odd, odd_next, BITS, PTX)
+        even, odd = _searched(_some_channels(words, k, MOVE, LIKE, PTX), mu, sigma, bounds, GREATEST, PTX)
+        even_next, odd_next = _searched(_some_channels(words, k + 1, MOVE, LIKE, PTX), mu, sigma, bounds, GREATEST, PTX)
+        even, odd = _split(even, even_next, PTX), _split(odd, odd_next, PTX)
         inside, inside_next = (token < tokens)[None, :] & there[:, None], (token + 1 < tokens)[None, :] & there[:, None]
-        _store(even, odd, codes, rests, row, k, begin, inside, inside_next, tokens, CHANNELS, BITS, PTX)
+        _store(even, odd, codes, rests, row, k, begin, inside, inside_next, CHANNELS, PTX)
 
 
 @triton.jit
@@ -235,8 +232,7 @@ def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE:
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def encode_tiles(
     sources, anchors, residuals, slots, bounds, table, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at,
-    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr,
-    QUADS: tl.constexpr, PTX: tl.constexpr,
+    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, GREATEST: tl.constexpr, QUADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Encode one row of chunks of QUADS quads of channels of a part: the anchor, and the 8-bit residual unless ``residuals`` is None.
 
@@ -258,24 +254,14 @@ def encode_tiles(
     words = a, b, c, d
     mu, sigma, clear = _scales_of(words, row, quad, there, anchor, mu_at, sigma_at, CHANNELS, LIKE, PTX)
     if whole & clear:
-        _store_looked_up(words, mu, sigma, table, codes, rests, row, begin, own, tokens, CHANNELS, LIKE, BITS, PTX)
+        _store_looked_up(words, mu, sigma, table, codes, rests, row, begin, own, CHANNELS, LIKE, PTX)
     else:
-        _store_searched(words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS, LIKE, BITS, GREATEST, PTX)
+        _store_searched(words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS, LIKE, GREATEST, PTX)
 
 
 @triton.jit
-def _store(
-    even, odd, codes, rests, row, k, begin, inside, inside_next, tokens, CHANNELS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """Store all planes of codes and rests (layout.py), for every fourth token of a row of chunks from token ``k`` on, and the next one."""
-    if BITS == 4:
-        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 4, 4, PTX)
-    elif BITS == 3:
-        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 6, 2, PTX)
-        store_plane(even, odd, codes + tokens * (CHANNELS // 8) * 2, row, k, begin, inside, inside_next, CHANNELS, 5, 1, PTX)
-    else:
-        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 6, 2, PTX)
+def _store(even, odd, codes, rests, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, PTX: tl.constexpr):
+    """Store the planes of codes and rests (layout.py), for every fourth token of a row of chunks from token ``k`` on, and the next one."""
+    store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 4, PTX)
     if rests is not None:
-        store_plane(even, odd, rests, row, k, begin, inside, inside_next, CHANNELS, 4 - BITS, 4, PTX)
-        if BITS < 4:
-            store_plane(even, odd, rests + tokens * (CHANNELS // 8) * 4, row, k, begin, inside, inside_next, CHANNELS, 0, 4 - BITS, PTX)
+        store_plane(even, odd, rests, row, k, begin, inside, inside_next, CHANNELS, 0, PTX)

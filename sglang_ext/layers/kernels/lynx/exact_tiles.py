@@ -74,13 +74,12 @@ def bins_of(mu, sigma, codes, bounds, LIKE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _bins(
-    anchor, bounds, row, begin, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
+    anchor, bounds, row, begin, token, tokens, channels, sinks, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr
+):
     """First ordinal of each code's bin, int32 [32, 64], and bits of an index."""
     channel, own = begin + tl.arange(0, BLOCK), token < tokens
     mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, mu_at, sigma_at)
-    codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, BLOCK, BITS)
+    codes = load_codes(anchor + codes_at, token, own, begin, channels, BLOCK)
     first, _, width = bins_of(mu, sigma, codes, bounds, LIKE, BITS)
     coded = (own & (token >= sinks))[:, None] & (channel < channels)[None, :]
     return first, tl.where(coded, width, 0)

@@ -9,13 +9,13 @@ The anchor stream, without gaps::
     header        16 bytes; the first is 0 for a page of codes, 1 for a page stored as it is ("raw"), the others 0
     mu, sigma     float16 [rows, channels] each
     sinks         [sinks, channels] as in the pool
-    codes         the planes of [tokens, channels] codes of ``bits`` bits
+    codes         [tokens, channels] codes of 4 bits
 
 The anchor stream of a raw page is the header and [tokens, channels] as in the pool. A page is raw if codes would not be smaller. It is
 also raw if its tokens after the sinks contain NaN, infinity, or a number outside the range of float16.
 
-The residual stream of ``reference="int8"`` is the planes of [tokens, channels] residuals. A residual is
-``V * 2 ** r - I + 2 ** (r - 1)`` and has r = 8 - ``bits`` bits.
+The residual stream of ``reference="int8"`` is [tokens, channels] residuals. A residual is ``V * 2 ** r - I + 2 ** (r - 1)`` and has r = 4
+bits.
 
 The residual stream of ``reference="exact"`` is uint32 [rows, ceil(channels / 64)], padded to 8 bytes, and then bits. Each uint32 is the
 offset, in units of 8 bytes after them, of a block of 64 channels of a row. The elements of a block are ordered by token, then by channel,
@@ -24,9 +24,7 @@ index has as many bits as the bin's last index.
 
 The residual stream of a raw page is empty.
 
-Codes of 2 and 4 bits are one plane. Codes of 3 bits are a plane of the upper 2 bits and a plane of the lowest bit. Codes of 5 and 6 bits
-are a plane of the upper 4 bits and a plane of the rest. A plane of w bits has ``channels * w / 8`` bytes per token. w bytes hold 8
-channels, the first in the lowest bits.
+A byte holds the codes of two channels, or their residuals, the first in the lower bits.
 
 The codes and residuals of sinks have no meaning. In an exact residual they have no bits.
 
@@ -49,8 +47,8 @@ import torch
 
 # Bits of anchor and residual together.
 BITS = 8
-# Bits of an anchor.
-ANCHORS = (2, 3, 4)
+# Bits of a code: of streams, and of exact residuals beside packed blocks (residual_pages.py).
+STREAM_BITS, ANCHORS = 4, (2, 4)
 # Parameter a of the companding. All values from 1 to 4 are equally good.
 CURVE = 2.0
 # Significant bits of a level: the 24 of float32 less the 11 of float16.
@@ -110,8 +108,6 @@ CODED, RAW = 0, 1
 BLOCK, UNIT = 64, 8
 REFERENCES = ("int8", "exact")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Widths of the planes by bits of a code, the highest plane first.
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class PageLayout:
         tokens: Tokens of the page, at least 1.
         channels: Channels of a token (heads times their dim), a multiple of 8.
         dtype: Dtype of the pool: bfloat16, float16 or float32.
-        bits: Bits of an anchor's code: 4, 3 or 2 of 8.
+        bits: Bits of an anchor's code: 4 of 8 in streams, 4 or 2 in packed blocks.
         sinks: Number of first tokens that the anchor stream holds exactly.
         reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits.
 
@@ -133,7 +129,7 @@ class PageLayout:
     tokens: int
     channels: int
     dtype: torch.dtype
-    bits: int = 4
+    bits: int = STREAM_BITS
     sinks: int = 0
     reference: str = "int8"
 
@@ -155,16 +151,11 @@ class PageLayout:
         """Number of rows of chunks."""
         return -(-self.tokens // CHUNK)
 
-    @property
-    def residual_bits(self) -> int:
-        """Bits of a residual of the 8-bit reference."""
-        return BITS - self.bits
-
     @cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
         """Offset and size of each part of a coded anchor stream, in order: mu, sigma, sinks, codes."""
         scales, sinks = 2 * self.channels * self.rows, self.sinks * self.channels * self.dtype.itemsize
-        sizes = {"mu": scales, "sigma": scales, "sinks": sinks, "codes": self.tokens * self.channels * self.bits // 8}
+        sizes = {"mu": scales, "sigma": scales, "sinks": sinks, "codes": self.tokens * self.channels // 2}
         offset, parts = HEADER, {}
         for name, size in sizes.items():
             parts[name] = (offset, size)
@@ -189,7 +180,7 @@ class PageLayout:
     @cached_property
     def int8_bytes(self) -> int:
         """Size of the residual stream of a coded page, for the 8-bit reference."""
-        return self.tokens * self.channels * self.residual_bits // 8
+        return self.tokens * self.channels // 2
 
     @property
     def blocks(self) -> int:
@@ -243,6 +234,8 @@ class PageTensors:
     def check(self, layout: PageLayout, slots: torch.Tensor | None) -> None:
         """Check that the tensors' ``slots`` hold pages of ``layout``. Raises ValueError that names the difference."""
         one = self.tensors[0]
+        if layout.bits != STREAM_BITS:
+            raise ValueError(f"{layout}: codes of streams have {STREAM_BITS} bits")
         if one.shape[1] != layout.channels or one.dtype != layout.dtype:
             raise ValueError(
                 f"{_described(one)} does not fit {layout}, which needs its dtype and contiguous channels: pass a pool's buffer, or its "

@@ -1,7 +1,5 @@
 """Encodes and decodes the streams of a page in PyTorch. The kernels write the same bytes.
 
-Codes of 2 to 6 bits are packed into planes of 4, 2 and 1 bits (layout.py).
-
 An exact residual is a number's index in the bin of its code, which restores the pool's bits from an anchor.
 The bin of a code contains the numbers of the pool's dtype from one bound to the next, in the order of floats, with -0 just below 0. The
 rank in this order is called the ordinal: the bit pattern as an integer, with the order of negative patterns reversed. The encoder and
@@ -18,7 +16,6 @@ from sglang_ext.layers.kernels.lynx.layout import (
     CHUNK,
     CURVE,
     HEADER,
-    PLANES,
     RAW,
     UNIT,
     PageLayout,
@@ -33,35 +30,15 @@ from sglang_ext.layers.kernels.lynx.layout import (
 from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes, compute_scales, read
 
 
-def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack uint8 [tokens, channels] codes into planes, uint8 [tokens * channels * bits / 8]."""
-    tokens, left, planes = len(codes), bits, []
-    for width in PLANES[bits]:
-        left -= width
-        each = codes >> left & (1 << width) - 1
-        while width < 8:
-            pairs = each.view(tokens, -1, 2)
-            each = pairs[..., 0] | pairs[..., 1] << width
-            width *= 2
-        planes.append(each.flatten())
-    return torch.cat(planes)
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits, uint8 [tokens, channels], into bytes, uint8 [tokens * channels / 2]."""
+    pairs = codes.view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
 
 
-def unpack_planes(planes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
-    """Unpack the codes, uint8 [tokens, channels], from planes of :func:`pack_planes`."""
-    channels = len(planes) * 8 // (bits * tokens)
-    codes = torch.zeros(tokens, channels, dtype=torch.uint8, device=planes.device)
-    left, begin = bits, 0
-    for width in PLANES[bits]:
-        left -= width
-        size = tokens * channels * width // 8
-        each = planes[begin : begin + size].view(tokens, -1)
-        begin, share = begin + size, 8
-        while share > width:
-            share //= 2
-            each = torch.stack([each & (1 << share) - 1, each >> share], -1).flatten(1)
-        codes |= each << left
-    return codes
+def unpack_codes(packed: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Unpack the codes, uint8 [tokens, channels], from bytes of :func:`pack_codes`."""
+    return torch.stack([packed & 15, packed >> 4], -1).view(tokens, -1)
 
 
 # Integer types of the same size, and the masks that reverse the order of negative patterns.
@@ -216,36 +193,24 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
 
     Scales are per channel, so several tensors are one page ``x``, [tokens, parts * channels]. A raw page's scales and codes have no meaning.
     """
-    half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
     found = compute_scales(numbers)
     i, above = magnitudes(numbers, found.scales, layout.bits)
-    residual_bits = layout.residual_bits
-    v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
+    v = i + 7 >> 4
     codes, rest = (
         each.to(torch.uint8).view(-1, x.shape[1])[: layout.tokens]
-        for each in (torch.where(above, half + v, half - 1 - v), (v << residual_bits) - i + 2 ** (residual_bits - 1))
+        for each in (torch.where(above, 8 + v, 7 - v), (v << 4) - i + 8)
     )
     anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
     rows = {"mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
     stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
-    stored["codes"] = _planes(codes, layout.bits, parts)
+    stored["codes"] = _split_parts(pack_codes(codes), layout.tokens, parts)
     for name, (offset, size) in layout.parts.items():
         if size:
             anchor[:, offset : offset + size] = stored[name]
-    return anchor, _planes(rest, residual_bits, parts)
-
-
-def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
-    """The planes of each part, uint8 [parts, bytes], from uint8 [tokens, parts * channels] codes."""
-    all_planes, begin, found = pack_planes(codes, bits), 0, []
-    for width in PLANES[bits]:
-        end = begin + codes.numel() * width // 8
-        found.append(_split_parts(all_planes[begin:end], len(codes), parts))
-        begin = end
-    return torch.cat(found, 1)
+    return anchor, _split_parts(pack_codes(rest), layout.tokens, parts)
 
 
 def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
@@ -256,7 +221,7 @@ def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
 def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
     """Codes, uint8 [tokens, channels]; scales; and sinks, [sinks, channels]."""
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
-    codes = unpack_planes(parts["codes"], layout.bits, layout.tokens)
+    codes = unpack_codes(parts["codes"], layout.tokens)
     sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
     return codes, read(parts, layout.rows), sinks
 
@@ -272,11 +237,10 @@ def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: Pa
         if residual is None:
             meant = torch.tensor(levels(layout.bits), device=anchor.device)[chunks]
         else:
-            half, residual_bits = 2 ** (layout.bits - 1), layout.residual_bits
-            rest = _chunks(unpack_planes(residual, residual_bits, layout.tokens), layout).long()
-            above = chunks >= half
-            v = torch.where(above, chunks - half, half - 1 - chunks)
-            i = ((v << residual_bits) + 2 ** (residual_bits - 1) - rest).clamp(0, max_level(layout.bits))
+            rest = _chunks(unpack_codes(residual, layout.tokens), layout).long()
+            above = chunks >= 8
+            v = torch.where(above, chunks - 8, 7 - chunks)
+            i = ((v << 4) + 8 - rest).clamp(0, max_level(layout.bits))
             meant = torch.tensor(fine_levels(layout.bits), device=anchor.device)[i]
             meant = torch.where(above, meant, -meant)
         page = (scales.mu[:, None] + scales.sigma[:, None] * meant).to(layout.dtype)

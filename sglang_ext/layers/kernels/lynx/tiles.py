@@ -64,93 +64,47 @@ def _nibbles(low, high, PTX: tl.constexpr):
 
 
 @triton.jit
-def store_plane(
-    even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """Store bits ``LEFT`` to ``LEFT + WIDTH`` of bytes in a plane of codes, from quad ``begin`` on.
+def store_plane(even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, PTX: tl.constexpr):
+    """Store the upper (``LEFT`` 4) or lower (0) four bits of bytes in a plane of codes, from quad ``begin`` on.
 
     ``even``, ``odd``: int32 [quads, tokens], bytes of the first and third channel of a quad, and of the others, of two adjacent tokens each. The
     first is every fourth one of a row of chunks, from token ``k`` on. ``inside``, ``inside_next``: masks, of the first and the second token.
     """
-    MASK: tl.constexpr = (1 << WIDTH) - 1
-    # The codes of two adjacent channels share a byte. With 4 bits, one code is already in position, and the other is shifted beside it.
+    # The codes of two adjacent channels share a byte. One code is already in position, and the other is shifted beside it.
     if LEFT == 4:
         both = _nibbles(even >> 4, odd, PTX)
-    elif WIDTH == 4 and LEFT == 0:
+    else:
         both = _nibbles(even, odd << 4, PTX)
-    else:
-        both = ((even >> LEFT) & (MASK * 0x01010101)) | (((odd >> LEFT) & (MASK * 0x01010101)) << WIDTH)
-        if WIDTH < 4:
-            both = both | (both >> (8 - 2 * WIDTH))
-    _store_tokens(both, plane, row, k, begin, inside, CHANNELS, WIDTH)
-    _store_tokens(both >> 16, plane, row, k + 1, begin, inside_next, CHANNELS, WIDTH)
+    _store_tokens(both, plane, row, k, begin, inside, CHANNELS)
+    _store_tokens(both >> 16, plane, row, k + 1, begin, inside_next, CHANNELS)
 
 
 @triton.jit
-def _store_tokens(quads, plane, row, k, begin, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Store the lowest ``4 * WIDTH`` bits, a quad's codes, of every fourth token."""
-    TOKENS: tl.constexpr = quads.shape[1]
-    KIND: tl.constexpr = tl.int16 if WIDTH == 4 else tl.uint8
-    if WIDTH == 1:
-        PAIRS: tl.constexpr = quads.shape[0] // 2
-        shifts = tl.arange(0, 2) * 4
-        quads = tl.sum(tl.reshape(quads & 15, (PAIRS, 2, TOKENS)) << shifts[None, :, None], 1)
-        if inside is not None:
-            inside, _ = tl.broadcast(inside, tl.zeros((2 * PAIRS, TOKENS), tl.int1))
-            inside = tl.min(tl.reshape(inside.to(tl.int32), (PAIRS, 2, TOKENS)), 1) > 0
-    STRIDE: tl.constexpr = CHANNELS * WIDTH // KIND.primitive_bitwidth
-    own = plane.to(tl.pointer_type(KIND)) + begin * (4 * WIDTH) // KIND.primitive_bitwidth + (row * CHUNK + k) * STRIDE
-    place = (own + tl.arange(0, quads.shape[0]))[:, None] + (tl.arange(0, TOKENS) * (4 * STRIDE))[None, :]
-    tl.store(place, quads.to(KIND), mask=inside)
+def _store_tokens(quads, plane, row, k, begin, inside, CHANNELS: tl.constexpr):
+    """Store the lowest 16 bits, a quad's codes, of every fourth token."""
+    STRIDE: tl.constexpr = CHANNELS // 4
+    own = plane.to(tl.pointer_type(tl.int16)) + begin + (row * CHUNK + k) * STRIDE
+    place = (own + tl.arange(0, quads.shape[0]))[:, None] + (tl.arange(0, quads.shape[1]) * (4 * STRIDE))[None, :]
+    tl.store(place, quads.to(tl.int16), mask=inside)
 
 
 @triton.jit
-def _load_pair_plane(plane, token, inside, pair, channels, WIDTH: tl.constexpr):
-    """Load WIDTH bits of the even and of the odd channels, int32 [pairs, tokens] each."""
-    MORE: tl.constexpr = 4 // WIDTH
-    place = plane + (token * (channels * WIDTH // 8))[None, :] + (pair // MORE)[:, None]
-    both = tl.load(place, mask=inside, other=0).to(tl.int32)
-    if MORE > 1:
-        both = both >> (pair % MORE * (2 * WIDTH))[:, None]
-    return both & ((1 << WIDTH) - 1), (both >> WIDTH) & ((1 << WIDTH) - 1)
-
-
-@triton.jit
-def load_pair_codes(planes, token, inside, pair, channels, tokens, BITS: tl.constexpr):
+def load_pair_codes(plane, token, inside, pair, channels):
     """Load the codes of the even and of the odd channels, int32 [pairs, tokens] each, 0 outside."""
-    if BITS == 2 or BITS == 4:
-        return _load_pair_plane(planes, token, inside, pair, channels, BITS)
-    else:
-        HIGHEST: tl.constexpr = 2 if BITS == 3 else 4
-        even, odd = _load_pair_plane(planes, token, inside, pair, channels, HIGHEST)
-        rest = planes + tokens * (channels // 8) * HIGHEST
-        low, low_odd = _load_pair_plane(rest, token, inside, pair, channels, BITS - HIGHEST)
-        return (even << (BITS - HIGHEST)) | low, (odd << (BITS - HIGHEST)) | low_odd
+    place = plane + (token * (channels // 2))[None, :] + pair[:, None]
+    both = tl.load(place, mask=inside, other=0).to(tl.int32)
+    return both & 15, (both >> 4) & 15
 
 
 @triton.jit
-def load_plane(plane, token, inside, channel, channels, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load WIDTH bits per channel from a plane, int32 [tokens, COLUMNS]."""
-    TOKENS: tl.constexpr = token.shape[0]
-    KIND: tl.constexpr = tl.int32 if WIDTH == 4 else tl.int16 if WIDTH == 2 else tl.int8
-    word = channel // 8 + tl.arange(0, COLUMNS // 8)
-    place = plane.to(tl.pointer_type(KIND)) + token[:, None] * (channels // 8) + word[None, :]
-    words = tl.load(place, mask=inside[:, None] & (word < channels // 8)[None, :], other=0).to(tl.int32)
-    shifts = tl.arange(0, 8) * WIDTH
-    return tl.reshape((words[:, :, None] >> shifts[None, None, :]) & ((1 << WIDTH) - 1), (TOKENS, COLUMNS))
-
-
-@triton.jit
-def load_codes(planes, token, inside, channel, channels, tokens, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+def load_codes(plane, token, inside, channel, channels, COLUMNS: tl.constexpr):
     """Load codes, int32 [tokens, COLUMNS], 0 outside."""
-    if BITS == 2 or BITS == 4:
-        return load_plane(planes, token, inside, channel, channels, COLUMNS, BITS)
-    else:
-        HIGHEST: tl.constexpr = 2 if BITS == 3 else 4
-        high = load_plane(planes, token, inside, channel, channels, COLUMNS, HIGHEST)
-        rest = planes + tokens * (channels // 8) * HIGHEST
-        low = load_plane(rest, token, inside, channel, channels, COLUMNS, BITS - HIGHEST)
-        return (high << (BITS - HIGHEST)) | low
+    TOKENS: tl.constexpr = token.shape[0]
+    word = channel // 8 + tl.arange(0, COLUMNS // 8)
+    place = plane.to(tl.pointer_type(tl.int32)) + token[:, None] * (channels // 8) + word[None, :]
+    words = tl.load(place, mask=inside[:, None] & (word < channels // 8)[None, :], other=0)
+    shifts = tl.arange(0, 8) * 4
+    return tl.reshape((words[:, :, None] >> shifts[None, None, :]) & 15, (TOKENS, COLUMNS))
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Launches the kernels that encode and decode all parts of a page. They give the same bytes as pytorch_codec.py.
 
 This module has the kernel that decodes anchor streams, with or without 8-bit residuals, into a pool.
-If codes have 4 bits and numbers 16, a thread has quads of channels as in encode_tiles.py. Otherwise it has pairs of channels, whose codes
-share a byte.
+If numbers have 16 bits, a thread has quads of channels as in encode_tiles.py. Otherwise it has pairs of channels, whose codes share a byte.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +33,12 @@ from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, load_pair_co
 
 
 @triton.jit
-def _load_meant(codes, rests, meanings, token, inside, pair, channels, tokens, BITS: tl.constexpr):
+def _load_meant(codes, rests, meanings, token, inside, pair, channels):
     """Values of the codes of even and odd channels, float32 [pairs, 32] each, in sigmas from mu."""
-    REST: tl.constexpr = 8 - BITS
-    even, odd = load_pair_codes(codes, token, inside, pair, channels, tokens, BITS)
+    even, odd = load_pair_codes(codes, token, inside, pair, channels)
     if rests is not None:
-        rest, rest_odd = load_pair_codes(rests, token, inside, pair, channels, tokens, REST)
-        even, odd = (even << REST) | rest, (odd << REST) | rest_odd
+        rest, rest_odd = load_pair_codes(rests, token, inside, pair, channels)
+        even, odd = (even << 4) | rest, (odd << 4) | rest_odd
     return tl.load(meanings + even), tl.load(meanings + odd)
 
 
@@ -61,7 +59,7 @@ def _store_quads(
     codes, rests, out, slots, meanings, mu, sigma, row, quad, inside, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr,
     FEW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode a complete row of chunks without sinks, codes of 4 bits, numbers of 16: [quads, tokens]. ``mu``, ``sigma``: four of each."""
+    """Decode a complete row of chunks without sinks, numbers of 16 bits: [quads, tokens]. ``mu``, ``sigma``: four of each."""
     COUNT: tl.constexpr = 16 if rests is None else 256
     table, four = tl.load(meanings + tl.arange(0, COUNT)), CHANNELS // 8
     for place in range(0, CHUNK, FEW):
@@ -90,14 +88,13 @@ def _store_quads(
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def decode_tiles(
     anchors, residuals, outs, slots, meanings, tokens, sinks, scales_at, mu_at, sigma_at, sinks_at, codes_at, CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
-    PTX: tl.constexpr,
+    STRIDE: tl.constexpr, LIKE: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Decode one row of chunks of PAIRS pairs of channels of a part. ``meanings``: float32, levels by a code's bits, then the rest's."""
     row, part, pair = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     anchor, out, there = at_address(anchors, part, tl.uint8), at_address(outs, part, LIKE), pair < CHANNELS // 2
     rests = residuals if residuals is None else at_address(residuals, part, tl.uint8)
-    QUADS: tl.constexpr = BITS == 4 and LIKE != tl.float32
+    QUADS: tl.constexpr = LIKE != tl.float32
     if QUADS and (row * CHUNK >= sinks) & (row * CHUNK + CHUNK <= tokens):
         quad = tl.program_id(1) * (PAIRS // 2) + tl.arange(0, PAIRS // 2)
         inside = quad < CHANNELS // 4
@@ -114,7 +111,7 @@ def decode_tiles(
         for place in range(0, CHUNK, FEW // 2):
             token = row * CHUNK + place + tl.arange(0, FEW // 2)
             inside = (token < tokens)[None, :] & there[:, None]
-            even, odd = _load_meant(anchor + codes_at, rests, meanings, token, inside, pair, CHANNELS, tokens, BITS)
+            even, odd = _load_meant(anchor + codes_at, rests, meanings, token, inside, pair, CHANNELS)
             target = out + pair_places(slots, STRIDE, tl.minimum(token, tokens - 1), pair, 2)
             coded, exact = inside & (token >= sinks)[None, :], inside & (token < sinks)[None, :]
             tl.store(target, (mu_even[:, None] + even * sigma_even[:, None]).to(LIKE), mask=coded)
@@ -151,7 +148,7 @@ def write_streams(
     encode_tiles[_grid(layout, len(parts.tensors), 4 * QUADS)](
         parts.table, anchors_at.addresses, None if rest_at is None else rest_at.addresses, slots, device_table(edges, layout.bits, device),
         device_table(cells, layout.bits, device), layout.tokens, layout.sinks, *_offsets(layout), CHANNELS=layout.channels,
-        STRIDE=_slot_stride(parts), LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=max_level(layout.bits), QUADS=QUADS, PTX=PTX,
+        STRIDE=_slot_stride(parts), LIKE=LIKE[layout.dtype], GREATEST=max_level(layout.bits), QUADS=QUADS, PTX=PTX,
         num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
@@ -194,17 +191,16 @@ def decode(
     found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
     streams, rest = _addresses(found), None if residuals is None else _addresses(residuals)
     page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
-    kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits}
     if rest is not None and layout.reference == "exact":
         read_exact[_grid(layout, count, BLOCK)](
             streams, rest, outs.table, slots, device_table(bounds, layout.bits, device), outs.tensors[0].stride(0), *page,
-            *_offsets(layout), layout.index_bytes, **kinds,
+            *_offsets(layout), layout.index_bytes, LIKE=LIKE[layout.dtype], BITS=layout.bits,
         )  # fmt: skip
         return
     meanings = device_table(levels if rest is None else _both_levels, layout.bits, device)
     decode_tiles[_grid(layout, count, 2 * PAIRS)](
         streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *_offsets(layout), CHANNELS=layout.channels,
-        STRIDE=_slot_stride(outs), **kinds, PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
+        STRIDE=_slot_stride(outs), LIKE=LIKE[layout.dtype], PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, scaled_queries, softmax_step, store_split
-from sglang_ext.layers.kernels.packed.pack_blocks import ROUNDING, quantize_stochastic
+from sglang_ext.layers.kernels.flash_decoding import exact_split, head_and_rows, softmax_step, store_split
+from sglang_ext.layers.kernels.packed.pack_blocks import ROUNDING
 
 # Codes of rows that are quantized for one product: 8 bits, from the smallest int8 on.
 LAST_CODE, FIRST_CODE = tl.constexpr(255), tl.constexpr(-128)
@@ -146,7 +146,7 @@ def _bytes(at, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _scores(
     q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr,
 ):  # fmt: skip
     """Products of a step's keys with the queries, float32 [tokens, rows]. Codes ``q`` and bytes ``raw`` are by WIDTH channels."""
     COUNT: tl.constexpr = DIM // PARTITION
@@ -159,19 +159,15 @@ def _scores(
     found = tl.zeros((TOKENS, q[0].shape[1]), tl.float32)
     for group in tl.static_range(COUNT):
         integers = tl.zeros((TOKENS, q[0].shape[1]), tl.int32)
-        sums = tl.zeros((TOKENS,), tl.int32)
         for piece in tl.static_range(PARTITION // WIDTH):
             # The first channel is group * PARTITION + piece * WIDTH.
             codes = _codes(
                 raw[(group * PARTITION + piece * WIDTH) % PART // WIDTH], (group * PARTITION + piece * WIDTH) // PART * BITS, BITS
             )  # fmt: skip
             integers = tl.dot(codes, q[group * (PARTITION // WIDTH) + piece], integers, out_dtype=tl.int32)
-            if not STORED:
-                sums += tl.sum(codes.to(tl.int32), 1)
         scale = tl.load(scale_at + token + group).to(tl.float32)
         zero = tl.load(zero_at + token + group).to(tl.float32)
-        if STORED:
-            sums = tl.load(sum_at + token + group).to(tl.int32)
+        sums = tl.load(sum_at + token + group).to(tl.int32)
         found += integers.to(tl.float32) * scale[:, None] * scales[group][None, :]
         found += zero[:, None] * rests[group][None, :] + (scale * sums.to(tl.float32))[:, None] * zeros[group][None, :]
     return found
@@ -185,11 +181,10 @@ def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
 
 
 @triton.jit
-def _weights(p, AXIS: tl.constexpr, inside, TOKENS):
-    """Quantize weights, float32. Returns codes, scales, zero points, and the factors of the values' zero points (equation 4)."""
-    codes, scale, zero = quantize_8bit(p, AXIS)
-    codes = tl.where(inside, codes, 0)
-    return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, AXIS, keep_dims=True).to(tl.float32) + zero * TOKENS
+def _weights(p, TOKENS):
+    """Quantize weights, float32 [rows, tokens]. Returns codes, scales, zero points, and the factors of the values' zero points (equation 4)."""
+    codes, scale, zero = quantize_8bit(p, 1)
+    return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, 1, keep_dims=True).to(tl.float32) + zero * TOKENS
 
 
 @triton.jit
@@ -198,7 +193,7 @@ def _integer_part(
     partial, lse, place, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PARTITION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr,
-    VALUE_CELL: tl.constexpr, STORED: tl.constexpr,
+    VALUE_CELL: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row. Buffers begin at the head's cells, queries at the KV head's first."""
     PARTS: tl.constexpr = 8 // BITS
@@ -235,10 +230,10 @@ def _integer_part(
         slots = block + CODE_CELLS
         qk = _scores(
             q, scales, zeros, rests, raw, key_numbers, key_sums, slots, step, key_slot // 2, DIM, PARTITION, WIDTH, BITS, STEPS,
-            KEY_CELL, STORED,
+            KEY_CELL,
         )  # fmt: skip
         best, rescale, p, total = softmax_step(qk, best, total, 0)
-        p, p_scale, p_zero, p_rest = _weights(tl.trans(p), 1, True, PARTITION)
+        p, p_scale, p_zero, p_rest = _weights(tl.trans(p), PARTITION)
         scale_at = _cell(value_numbers, slots, step * VALUE_DIM, value_slot // 2, VALUE_CELL)
         zero_at = _cell(value_numbers, slots, (STEPS + step) * VALUE_DIM, value_slot // 2, VALUE_CELL)
         sum_at = _cell(value_sums, slots, (2 * STEPS + step) * VALUE_DIM, value_slot // 2, VALUE_CELL)
@@ -246,7 +241,7 @@ def _integer_part(
         for part in tl.static_range(PARTS):
             channel = part * VALUE_PART + tl.minimum(value_column, VALUE_PART - 1)
             part_codes = _codes(value_raw, part * BITS, BITS)
-            sums = tl.load(sum_at + channel).to(tl.float32) if STORED else tl.sum(part_codes.to(tl.int32), 0).to(tl.float32)
+            sums = tl.load(sum_at + channel).to(tl.float32)
             scale, zero = tl.load(scale_at + channel).to(tl.float32), tl.load(zero_at + channel).to(tl.float32)
             added = added + (_summed(p, p_scale, p_zero, p_rest, part_codes, scale, zero, sums),)
         acc0 = acc0 * rescale[:, None] + added[0]
@@ -263,42 +258,6 @@ def _integer_part(
 
 
 @triton.jit
-def _requantized_part(
-    queries, keys, values, table, begin, end, part, scaling, row, key_slot, value_slot, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, LIKE: tl.constexpr,
-):  # fmt: skip
-    """As ``exact_split``, but quantizes values in partitions of N tokens at each step. For benchmarks."""
-    each = tl.cdiv(end - begin, PARTS)
-    first = begin + each * part
-    last = tl.minimum(first + each, end)
-    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
-    best = tl.zeros([M], dtype=tl.float32) - float("inf")
-    total = tl.zeros([M], dtype=tl.float32)
-    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
-    for start in tl.range(first, last, N):
-        place = start + tl.arange(0, N)
-        # The last token pads the partition. That changes no range.
-        inside, place = place < last, tl.minimum(place, last - 1)
-        slot = tl.load(table + place).to(tl.int64)
-        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-        qk = tl.dot(q, tl.trans(k))
-        best, rescale, p, total = softmax_step(tl.where(inside[None, :], qk, float("-inf")), best, total, 1)
-        # Until they are masked, weights beyond the last token equal its weight.
-        finite = tl.where(best == float("-inf"), 0.0, best)
-        p, p_scale, p_zero, p_rest = _weights(tl.exp(qk - finite[:, None]), 1, inside[None, :], tl.minimum(last - start, N))
-        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
-        groups = tl.reshape(v.to(tl.float32), (1, N, PADDED_VALUE_DIM, 1))
-        codes, scale, zero = quantize_stochastic(groups, tl.full((1, N, PADDED_VALUE_DIM, 1), 0.5, tl.float32), (1 << BITS) - 1)
-        codes = tl.where(inside[:, None], tl.reshape(codes, (N, PADDED_VALUE_DIM)), 0)
-        scale, zero = tl.reshape(scale, (PADDED_VALUE_DIM,)), tl.reshape(zero, (PADDED_VALUE_DIM,))
-        sums = tl.sum(codes, 0).to(tl.float32)
-        acc = acc * rescale[:, None] + _summed(p, p_scale, p_zero, p_rest, codes.to(tl.int8), scale, zero, sums)
-    return best, total, acc
-
-
-@triton.jit
 def integer_splits(
     queries, codes, parameters, keys, values, key_bytes, key_numbers, key_sums, value_bytes, value_numbers, value_sums,
     token_table, table_row, rows, lengths, packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head,
@@ -306,9 +265,9 @@ def integer_splits(
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
-    PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, EXACT_TAIL: tl.constexpr,
+    PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of a row, for a KV head. STORED: read stored sums. EXACT_TAIL: read tokens after the blocks exactly."""
+    """Attend to one split of a row, for a KV head."""
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
@@ -330,19 +289,13 @@ def integer_splits(
             key_numbers + key_at // 2, value_bytes + value_at, value_numbers + value_at // 2, key_sums + key_at // 2,
             value_sums + value_at // 2, table, each * split, tl.minimum(each * (split + 1), blocks), row, partial, lse, place,
             key_slot * KEY_BYTES, value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, PARTITION, WIDTH, COLUMNS, VALUE_COLUMNS,
-            BITS, BLOCK_TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL, VALUE_CELL, STORED,
+            BITS, BLOCK_TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL, VALUE_CELL,
         )  # fmt: skip
     else:
-        head_queries, head_keys, head_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
-        if EXACT_TAIL:
-            best, total, acc = exact_split(
-                head_queries, head_keys, head_values, table, packed, length, split - PACKED, scaling, row, key_slot,
-                value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
-            )  # fmt: skip
-        else:
-            best, total, acc = _requantized_part(
-                head_queries, head_keys, head_values, table, packed, length, split - PACKED, scaling, row, key_slot,
-                value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PARTITION, BITS, LIKE,
-            )  # fmt: skip
+        best, total, acc = exact_split(
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, packed, length,
+            split - PACKED, scaling, row, key_slot, value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            PADDED_VALUE_DIM, N, LIKE,
+        )  # fmt: skip
         channel = tl.arange(0, PADDED_VALUE_DIM)
         store_split(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -161,12 +161,11 @@ def integer_prefill(
 
 def attend(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
-    stored_sums: bool = True, kernel: Kernel | None = None,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The second part of :func:`integer_prefill`, after the codes are computed.
 
-    Benchmarks pass ``stored_sums``, as in ``launch_integers`` (packed_decode.py), and ``kernel``; None selects the specialized kernel if it
-    supports the prompts.
+    Benchmarks pass ``kernel``; None selects the specialized kernel if it supports the prompts.
 
     Raises:
         OptionError: No tile sizes for these heads fit the GPU.
@@ -174,12 +173,12 @@ def attend(
     """
     queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
-    given = prompts, codes, queries, out, keys, values, scaling, stored_sums
-    taken = stored_sums and is_supported(prompts, queries, keys)
+    given = prompts, codes, queries, out, keys, values, scaling
+    taken = is_supported(prompts, queries, keys)
     if kernel == "specialized" and not taken:
         raise ValueError(
-            f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
-            f"{keys.device}, which the specialized kernel does not support: pass 'tiles'"
+            f"kernel is 'specialized', with {queries.shape[1] // keys.shape[1]} query heads a KV head on {keys.device}, which the specialized "
+            "kernel does not support: pass 'tiles'"
         )
     if taken and kernel != "tiles":
         left = PrefillQueryCodes.empty(queries, codes)
@@ -192,7 +191,7 @@ def attend(
 
 def _launch_tiles(
     prompts: PromptBatch, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-    scaling: float, stored_sums: bool, left: PrefillQueryCodes | None,
+    scaling: float, left: PrefillQueryCodes | None,
 ) -> None:  # fmt: skip
     """Attend to all tokens. With ``left``, attend to exact tokens only, and store there the query codes for the other kernel."""
     packing, kv_heads = prompts.packing, keys.shape[1]
@@ -204,13 +203,13 @@ def _launch_tiles(
             prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and tuple(left), HEADS=kv_heads, GROUP=group,
             M=tile.rows, DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block,
             SINKS=sinks, SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
-            ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps, STORED=stored_sums,
+            ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps,
             PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", num_warps=tile.warps,
         )  # fmt: skip
 
     def what() -> str:
         return f"prefill on KV quantized to {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
 
-    key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums, left is None)
+    key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, left is None)
     tiles = LONG_TILES if packing.keys.grid.channels == 128 and left is None else TILES
     launch_first_fitting(tiles, with_tile, key, what, "pass --kv-prefill exact")

@@ -119,11 +119,8 @@ INNER, OUTER = 32, 16
 WARP_TOKENS = 64
 
 
-def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_tail: bool = True) -> None:
-    """Launch the Triton kernel of integer_attention.py.
-
-    Benchmarks set ``stored_sums`` to false to compute the sums of codes in each step, and ``exact_tail`` to quantize values after the blocks.
-    """
+def launch_integers(call: PackedAttentionCall) -> None:
+    """Launch the Triton kernel of integer_attention.py."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
     partition = key.grid.channels
     # Channels that are in one part of bytes and in one partition.
@@ -135,8 +132,8 @@ def launch_integers(call: PackedAttentionCall, stored_sums: bool = True, exact_t
         integer_splits[call.grid(tile.rows)](
             call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
             PARTITION=partition, WIDTH=width, COLUMNS=max(INNER, width),
-            VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)), STORED=stored_sums, EXACT_TAIL=exact_tail,
-            num_warps=max(1, partition // WARP_TOKENS), **call.block_constants(tile),
+            VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)), num_warps=max(1, partition // WARP_TOKENS),
+            **call.block_constants(tile),
         )  # fmt: skip
 
     # A step is one partition of values.

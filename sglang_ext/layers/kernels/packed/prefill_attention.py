@@ -52,12 +52,10 @@ def _exact_step(
 
 
 @triton.jit
-def _query_parts(
-    queries, row_at, mine, scaling, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr
-):  # fmt: skip
-    """Codes, scales and zero points of the queries' partitions, and the factors of keys' terms, float16 [rows, columns]."""
+def _query_parts(queries, row_at, mine, scaling, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Codes and scales of the queries' partitions, and the factors of keys' terms, float16 [rows, columns]."""
     channel, column = tl.arange(0, PARTITION), tl.arange(0, COLUMNS)
-    codes, scales, zeros = (), (), ()
+    codes, scales = (), ()
     terms = tl.zeros((row_at.shape[0], COLUMNS), tl.float16)
     for group in tl.static_range(DIM // PARTITION):
         at = queries + row_at[:, None] + (group * PARTITION + channel)[None, :]
@@ -66,12 +64,11 @@ def _query_parts(
         high, low = high_and_low(rest)
         first = group * TERMS
         terms = tl.where(column[None, :] == first, high, tl.where(column[None, :] == first + 1, low, terms))
-        if STORED:
-            high, low = high_and_low(zero * PARTITION)
-            terms = tl.where((column == first + 2)[None, :] | (column == first + 4)[None, :], high, terms)
-            terms = tl.where(column[None, :] == first + 3, low, terms)
-        codes, scales, zeros = codes + (found.to(tl.int8),), scales + (scale,), zeros + (zero,)
-    return codes, scales, zeros, terms
+        high, low = high_and_low(zero * PARTITION)
+        terms = tl.where((column == first + 2)[None, :] | (column == first + 4)[None, :], high, terms)
+        terms = tl.where(column[None, :] == first + 3, low, terms)
+        codes, scales = codes + (found.to(tl.int8),), scales + (scale,)
+    return codes, scales, terms
 
 
 @triton.jit
@@ -125,7 +122,7 @@ def prefill_tiles(
     queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_scales, value_zeros, table, table_row, requests, count,
     blocks, scaling, key_slot, key_head, value_slot, value_head, left, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
-    COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend for M rows of a block of one request. Blocks that read most are scheduled first. ``scaling``: times log2(e).
 
@@ -168,7 +165,7 @@ def prefill_tiles(
             q, keys, values, table, start + tl.arange(0, SINK_STEP), tl.minimum(SINKS, length), place, best, total, acc, scaling,
             key_slot, value_slot, DIM, VALUE_DIM, PRECISION,
         )  # fmt: skip
-    q_codes, q_scales, q_zeros, q_terms = _query_parts(queries, head * DIM, mine, scaling, DIM, PARTITION, COLUMNS, STORED)
+    q_codes, q_scales, q_terms = _query_parts(queries, head * DIM, mine, scaling, DIM, PARTITION, COLUMNS)
     column = tl.arange(0, VALUE_DIM)
     if left is not None:
         _leave(left, head, mine, q_codes, q_scales, q_terms, best + tl.log2(total), DIM, PARTITION, COLUMNS)
@@ -195,8 +192,6 @@ def prefill_tiles(
             for group in tl.static_range(COUNT):
                 k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION + of_codes)
                 qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scales[group][None, :] * q_scales[group]
-                if not STORED:
-                    qk += q_zeros[group] * (scales[group] * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
             most = tl.max(qk, 1)
             best = tl.maximum(best, most)
             new = tl.maximum(most, best - FAR)
@@ -210,12 +205,8 @@ def prefill_tiles(
             products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
             # Loaded after the product, because earlier there are not enough registers.
             scale = tl.load(at_value_scales + step * VALUE_DIM + column)
-            added = products.to(tl.float32) * scale[None, :]
-            if not STORED:
-                shifts = tl.sum(v.to(tl.int32), 1).to(tl.float32) * scale * SHIFT
-                added += shifts[None, :]
-            acc = acc * rescale[:, None] + added
-            LACKING: tl.constexpr = SHIFT * PARTITION // MEANS if STORED else 0
+            acc = acc * rescale[:, None] + products.to(tl.float32) * scale[None, :]
+            LACKING: tl.constexpr = SHIFT * PARTITION // MEANS
             acc = tl.dot(_sum_terms(p_sums, ZEROS, LACKING), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
     at = out + (head * VALUE_DIM)[:, None] + column[None, :]
     tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine[:, None])

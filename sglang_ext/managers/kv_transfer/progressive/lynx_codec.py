@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang_ext.layers.kernels.lynx.codec import decode_page, decode_page_from, encode_page, encode_page_into
-from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, PageLayout, StreamBatch
+from sglang_ext.layers.kernels.lynx.layout import RAW, STREAM_BITS, UNIT, PageLayout, StreamBatch
 from sglang_ext.managers.kv_transfer.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import HostBlocks, PoolBuffers
 from sglang_ext.managers.kv_transfer.wire import LinkError, OptionValue, Stream
@@ -127,7 +127,6 @@ class LynxCodec(PageCodec):
 
     Attributes:
         page_size: Tokens of a page, a multiple of 32.
-        bits: Bits of an anchor's codes.
         sinks: Number of the prompt's first tokens that an anchor holds exactly.
 
     Raises:
@@ -137,7 +136,6 @@ class LynxCodec(PageCodec):
     pool: PoolBuffers
     reference: str
     page_size: int = 64
-    bits: int = 4
     sinks: int = 4
     _plans: dict[tuple[int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
@@ -153,7 +151,7 @@ class LynxCodec(PageCodec):
     @property
     def options(self) -> dict[str, OptionValue]:
         """The options that change the bytes."""
-        return {"bits": self.bits, "sinks": self.sinks}
+        return {"bits": STREAM_BITS, "sinks": self.sinks}
 
     def most_bytes(self, stream: Stream) -> int:
         """Return the maximum bytes of a full page's stream, for tensors that do not compress."""
@@ -206,7 +204,7 @@ class LynxCodec(PageCodec):
     def _layouts(self, tokens: int, sinks: int) -> tuple[PageLayout, PageLayout]:
         """Return the layouts of keys and of values."""
         return tuple(
-            PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
+            PageLayout(tokens, self.pool.heads * dim, self.pool.dtype, sinks=sinks, reference=self.reference)
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 

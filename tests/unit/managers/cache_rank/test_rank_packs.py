@@ -16,7 +16,7 @@ from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer, QueryUpload
 from sglang_ext.managers.cache_rank.protocol import NUMBER_BITS, Append
 from sglang_ext.mem_cache.selection.predictors import RegressedQuery
-from sglang_ext_bench.longcot.packs import read_events
+from sglang_ext_bench.timelines import PackEvent, read_events
 
 COVERED, KEEP, MOST = 300, 64, 256
 
@@ -203,7 +203,7 @@ def test_a_timeline_tells_of_each_pack_when_it_was_reached_asked_chosen_and_writ
     rank.answer(*rank.asks())
     world.step()
     world.step()
-    events = list(read_events(tmp_path / "times"))
+    events = list(read_events(tmp_path / "times", PackEvent))
     assert [event.kind for event in events] == ["reached", "asked", "chosen", "reached", "written", "asked", "reached", "missed"]
     assert {(event.first, event.count) for event in events} == {(0, LAYERS)}
     _, asked_, chosen, _, written = events[:5]

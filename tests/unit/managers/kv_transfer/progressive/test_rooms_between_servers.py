@@ -12,7 +12,6 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
 from waiting import until
 
-from sglang_ext.managers.kv_transfer import transfer_metrics
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.progressive import decode_peers as peers
@@ -21,6 +20,7 @@ from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT, PlacedP
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import Frame, PageHeader, Retransmit, RoomShape, Stream
+from sglang_ext_bench.timelines import read_timeline
 
 PAGE = 16
 
@@ -402,7 +402,7 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
     both.prefill.timeline = both.decode.timeline = TransferTimeline(tmp_path / "times")
     sender, receiver, _, _ = transfer(both, 7, list(range(200)), chunks=(5,))
     until(lambda: settled(sender) and settled(receiver))
-    events = {event.kind: event for event in transfer_metrics.read_timeline(tmp_path / "times") if event.room == 7}
+    events = {event.kind: event for event in read_timeline(tmp_path / "times") if event.room == 7}
     order = ["expected", "sending", "computed", "anchor", "complete"]
     assert [events[kind].at for kind in order] == sorted(events[kind].at for kind in order)
     assert events["computed"].at < events["encoded"].at
@@ -436,7 +436,7 @@ def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(server
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
     codec = both.prefill.codec
     anchors = [codec.encode(PlacedPage(begin, here[begin:][:UNIT])).anchor for begin in range(0, 200, UNIT)]
-    events = {event.kind: event for event in transfer_metrics.read_timeline(tmp_path / "times")}
+    events = {event.kind: event for event in read_timeline(tmp_path / "times")}
     assert events["anchor"].number == sum(map(len, anchors)) < events["complete"].number
 
 

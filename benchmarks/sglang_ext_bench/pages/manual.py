@@ -1,7 +1,7 @@
 """Writes the pages of the manual that are generated from code: ``docs/flags.md`` and ``docs/compatibility.md``.
 
-    python -m sglang_ext.tools.manual            # writes both
-    python -m sglang_ext.tools.manual --check    # exit code 1 if one is out of date
+    sglang-ext-bench manual            # writes both
+    sglang-ext-bench manual --check    # exit code 1 if one is out of date
 
 Flags come from the table of flags, refusals from the tables that the server checks. Text between the marks :data:`BEGIN` and
 :data:`END` is handwritten and kept.
@@ -9,7 +9,6 @@ Flags come from the table of flags, refusals from the tables that the server che
 
 import argparse
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from sglang_ext.config.rules import Flag, Refusal, one_of, option
 from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
-GENERATED = "<!-- Written by `python -m sglang_ext.tools.manual`, except the text between the marks. -->"
+GENERATED = "<!-- Written by `sglang-ext-bench manual`, except the text between the marks. -->"
 WIDTH = 110
 PLACEHOLDER = re.compile(r"\{args\.(?:kv_)?(\w+)\}")
 SGLANG_VALUES = ("auto", "null", "prefill", "decode", "progressive", "cpu", "cuda")
@@ -117,21 +116,19 @@ def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(marked, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the pages, or with ``--check`` report the outdated ones. Return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_ext.tools.manual", description=__doc__.partition("\n")[0])
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[2] / "docs", help="folder (default: %(default)s)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[3] / "docs", help="folder (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
-    args = parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the pages, or with ``--check`` report the outdated ones. Return the exit code."""
     late = outdated_pages(args.docs)
     for path in late:
-        print(f"{path} is out of date: python -m sglang_ext.tools.manual" if args.check else f"{path} written")
+        print(f"{path} is out of date: sglang-ext-bench manual" if args.check else f"{path} written")
     if args.check:
         return int(bool(late))
     for path, text in render(args.docs).items():
         path.write_text(text)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -74,7 +74,7 @@ def prepare(folder: Path = DEFAULT_FOLDER, gguf: Path | None = None) -> Path:
 
 
 def main() -> None:
-    """Command line: ``python -m sglang_ext.demo_model [--folder F] [--gguf FILE]``."""
+    """Command line: ``python -m sglang_ext_bench.demo_model [--folder F] [--gguf FILE]``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--gguf", type=Path, help="a GGUF file instead of the package's")
