@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from servers import EXPECTED_TOKENS, STRICT, VERIFIED, Server, greedy
-from store_servers import SlowLink, free_port, redis_server, small_disk
+from store_servers import free_port, redis_server, small_disk
 from waiting import tries, until
 
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object
+from sglang_ext_bench.serving.store_failures import DAMAGES, SLOW_RATE, SlowLink, objects, restore
 
 pytestmark = pytest.mark.server
 UNIT = 64
@@ -25,11 +26,6 @@ def launch_with(launch: Callable[..., Server], url: str) -> Server:
     # The prefix tree gets its store with the first forward.
     server.ask(input_ids=[5, 6, 7], **greedy(1))
     return server
-
-
-def objects(store: Path) -> list[Path]:
-    """Files of pages."""
-    return sorted(path for path in store.rglob("*") if path.is_file() and len(path.name) == 64)
 
 
 def stored_tokens(answers: list[dict]) -> int:
@@ -77,52 +73,8 @@ def whole(store: Path, launch: Callable, prompts: list[list[int]], expected: lis
 def server(store: Path, whole: Path, launch: Callable) -> Server:
     """A server whose store has all pages, and did not fail lately."""
     made = launch_with(launch, f"file:{store}")
-    for path in store.iterdir():
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-    shutil.copytree(whole, store, dirs_exist_ok=True)
+    restore(store, whole)
     return made
-
-
-def namespace(store: Path) -> Path:
-    """The folder of the only namespace."""
-    (found,) = (path for path in store.iterdir() if not path.name.startswith("."))
-    return found
-
-
-def change_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], None]:
-    def damage(store: Path, _: Path) -> None:
-        for path in objects(store):
-            path.write_bytes(change(path.read_bytes()))
-
-    return damage
-
-
-def link_objects(store: Path, elsewhere: Path) -> None:
-    for path in objects(store):
-        path.rename(elsewhere / path.name)
-        path.symlink_to(elsewhere / path.name)
-
-
-def link_namespace(store: Path, elsewhere: Path) -> None:
-    path = namespace(store)
-    path.rename(elsewhere / "namespace")
-    path.symlink_to(elsewhere / "namespace")
-
-
-def make_huge(store: Path, _: Path) -> None:
-    for path in objects(store):
-        os.truncate(path, 10 * 10**9)
-
-
-def exchange_pages(store: Path, elsewhere: Path) -> None:
-    found = objects(store)
-    for path in found:
-        path.rename(elsewhere / path.name)
-    for path, other in zip(found, [*found[1:], found[0]]):
-        shutil.copyfile(elsewhere / other.name, path)
 
 
 def write_another_models_pages(store: Path, _: Path) -> None:
@@ -133,38 +85,10 @@ def write_another_models_pages(store: Path, _: Path) -> None:
         path.write_bytes(b"".join(parts))
 
 
-def make_folders(store: Path, _: Path) -> None:
-    for path in objects(store):
-        path.unlink()
-        path.mkdir()
+CASES = {**DAMAGES, "another model's objects": write_another_models_pages}
 
 
-def remove(store: Path, _: Path) -> None:
-    shutil.rmtree(store)
-
-
-def replace_by_file(store: Path, _: Path) -> None:
-    shutil.rmtree(store)
-    store.write_text("not a folder")
-
-
-DAMAGES: dict[str, Callable[[Path, Path], None]] = {
-    "empty objects": change_bytes(lambda old: b""),
-    "half objects": change_bytes(lambda old: old[: len(old) // 2]),
-    "a wrong byte in the header": change_bytes(lambda old: old[:20] + bytes([old[20] ^ 1]) + old[21:]),
-    "a wrong byte in the KV": change_bytes(lambda old: old[:-9] + bytes([old[-9] ^ 1]) + old[-8:]),
-    "another object under each name": exchange_pages,
-    "another model's objects": write_another_models_pages,
-    "objects of 10 GB": make_huge,
-    "links in place of objects": link_objects,
-    "a link in place of the namespace": link_namespace,
-    "folders in place of objects": make_folders,
-    "removed folder": remove,
-    "a file in place of the folder": replace_by_file,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", CASES.values(), ids=CASES)
 def test_a_damaged_store_is_not_used(
     server: Server, store: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path, damage: Callable
 ) -> None:
@@ -179,12 +103,11 @@ def test_a_damaged_store_is_not_used(
     assert [each["output_ids"] for each in answers] == expected and stored_tokens(answers) == 0
     assert server.metric("sglang_ext:store_miss_pages_total") > asked, "the store was asked"
     assert len(log.lines) <= 1 and server.alive()
-    if store.is_symlink() or store.is_file():
-        store.unlink()
 
 
 def test_strange_names_are_ignored_and_left(server: Server, store: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    (page, *_), folder = objects(store), namespace(store)
+    page, *_ = objects(store)
+    folder = page.parents[1]
     strange = [store / "..x", store / f"..{page.name}", folder / "..%2f..%2fetc", folder / page.name[:2] / f"..{page.name[2:]}", store / "a\nb"]
     for path in strange:
         shutil.copyfile(page, path)
@@ -226,7 +149,7 @@ def test_a_bound_that_holds_few_pages_is_kept(launch: Callable, tmp_path: Path, 
 
 def test_a_slow_store_and_a_killed_one(launch: Callable, tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     port = free_port()
-    with redis_server(tmp_path, port) as redis, SlowLink(port, rate=10e6) as link:
+    with redis_server(tmp_path, port) as redis, SlowLink(port, SLOW_RATE) as link:
         server = launch_with(launch, f"redis://127.0.0.1:{link.port}/0")
         log = Log(server)
         for _ in range(3):
