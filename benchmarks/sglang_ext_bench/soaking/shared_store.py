@@ -1,8 +1,8 @@
 """Servers that share a bounded prefix store in a folder, which the soak tests like one server.
 
 Each request goes to one of the servers, which its id decides. Meanwhile the store is disturbed: pages are damaged, and the folder is removed.
-The soak fails if the folder exceeds its bound, if no page is ever read from it, or if an idle server with an empty prefix cache still
-holds host memory.
+The soak fails if the folder exceeds its bound, or if no page is read from it. It also fails if a server with an empty prefix cache still holds
+host memory.
 """
 
 import shutil
