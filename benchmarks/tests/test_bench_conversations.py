@@ -33,11 +33,15 @@ def replayed(cached: list[int], output: int = 7) -> list[Conversation]:
         ([0, 99, 200, 300], [0, 100, 200, 300], 1),
         ([0, 100, 200, 300], [0, 100, 128, 300], 1),
         ([0, 100, 200, 300], [0, 100, 192, 256], 1),
+        ([0, 100, 468, 300], [0, 100, 448, 300], 0),
+        ([0, 100, 467, 300], [0, 100, 448, 300], 1),
     ],
-    ids=["whole pages after the restart", "verified loses a token", "a page is lost", "the turn after the restart has stock's reuse"],
+    ids=["whole pages after the restart", "verified loses a token", "a page is lost", "the turn after the restart has stock's reuse", "queries", "before the queries"],
 )
 def test_reuse_below_stocks_is_counted(verified: list[int], stored: list[int], lost: int) -> None:
-    found = {STOCK: replayed([0, 100, 200, 300]), VERIFIED: replayed(verified), STORED: replayed(stored)}
+    # Of stock's prompts of 500 tokens, one is cached but for a token if the other servers have more than 200 of it.
+    third = 499 if verified[2] > 200 else 200
+    found = {STOCK: replayed([0, 100, third, 300]), VERIFIED: replayed(verified), STORED: replayed(stored)}
     assert compare(found, 2) == (0, lost)
 
 

@@ -7,7 +7,7 @@ import pytest
 from servers import STRICT, VERIFIED, Server, greedy
 
 from sglang_ext.mem_cache.prefix_store.backend import open_backend
-from sglang_ext_bench.serving.conversations import STOCK, STORED, VERIFIED as VERIFIED_ARM, Conversation, Turn, compare, replay
+from sglang_ext_bench.serving.conversations import PLAIN_LOOP, STOCK, STORED, VERIFIED as VERIFIED_ARM, Conversation, Turn, compare, replay
 from sglang_ext_bench.serving.prefix_store import wait_until_quiet
 
 pytestmark = pytest.mark.server
@@ -15,8 +15,8 @@ TURNS, MIDDLE, OUTPUT_LEN = 8, 4, 13
 
 
 def conversations(prompts: list[list[int]]) -> list[Conversation]:
-    """Two conversations with the same instructions. The length of no message is a multiple of a page."""
-    return [Conversation([prompts[0][:250], *(prompts[which][at : at + 37 + at % 11] for at in range(0, 350, 50))]) for which in (1, 2)]
+    """Two conversations with the same instructions. Each message has more than the 32 tokens that a compressor may compute again."""
+    return [Conversation([prompts[0][:200] + prompts[which][-50:], *(prompts[which][at : at + 37 + at % 11] for at in range(0, 350, 50))]) for which in (1, 2)]
 
 
 def replayed(server: Server, given: list[Conversation], turns: int) -> None:
@@ -28,11 +28,11 @@ def replayed(server: Server, given: list[Conversation], turns: int) -> None:
 
 @pytest.fixture(scope="module")
 def stocks(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> list[Conversation]:
-    """The conversations with stock."""
+    """The conversations with stock in its plain loop. Its overlapped loop also computes the KV of an answer's last token."""
 
     def ask() -> list[list[dict]]:
         given = conversations(prompts)
-        replayed(launch("--enable-deterministic-inference", "--enable-cache-report"), given, TURNS)
+        replayed(launch("--enable-deterministic-inference", "--enable-cache-report", PLAIN_LOOP), given, TURNS)
         return [[vars(turn) for turn in each.turns] for each in given]
 
     return [Conversation([], [Turn(**turn) for turn in turns]) for turns in once("conversations", ask)]

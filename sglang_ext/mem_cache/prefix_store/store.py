@@ -278,8 +278,10 @@ class PrefixStore:
                 logger.warning("sglang-ext: prefix store %s failed; %s: %s", self.url, kind.consequence, error)
             return default
         with self._lock:
-            # An answer to an earlier request does not end the pause.
-            was_failed = 0 < kind.failed_until <= time.monotonic()
+            # An answer to an earlier request does not end the pause. A full disk knows its objects and deletes them: only a new object
+            # shows that it can be written.
+            is_proof = kind is self._reading or answer is True
+            was_failed = is_proof and 0 < kind.failed_until <= time.monotonic()
             if was_failed:
                 kind.failed_until = 0.0
             is_well = was_failed and not self._has_failed
