@@ -4,10 +4,11 @@
     FOLDER/.lock                 held while objects are deleted to make room
     FOLDER/.new/                 objects that are being written
 
-A write fills a new file and then renames it, so that readers see whole objects only. Links are not followed, so that nobody who may write to
-the folder directs writes elsewhere. A removed folder is created again by the next write. A file's time of modification is when its object was
-last used. When nine tenths of the bound are in use, the objects that were not used for longest are deleted, under the lock, until eight
-tenths are left. A server counts the folder again after it has written a fiftieth of the bound. So five servers never exceed the bound.
+A write fills a new file and then renames it, so that readers see whole objects only. Links in the folder are not followed. Otherwise everybody
+who may write to the folder could direct writes elsewhere. A removed folder is created again by the next write. A file's time of modification
+is when its object was last used. When nine tenths of the bound are in use, the objects that were not used for longest are deleted, under the
+lock, until eight tenths are left. A server counts the folder again after it has written a fiftieth of the bound. So five servers never exceed
+the bound.
 """
 
 import errno

@@ -150,8 +150,8 @@ class PrefixStore:
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="store-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
         self._lock = threading.Lock()
-        self._reading = Availability("prompts are computed until it can be read")
-        self._writing = Availability("no page is written until it can be")
+        self._reading = Availability("prompts are computed until it answers")
+        self._writing = Availability("no page is written until it takes one")
         self._bandwidth = HostLinkBandwidth(RATE_DECAY)
         self._measured_at = 0.0
 
