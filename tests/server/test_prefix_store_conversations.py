@@ -51,6 +51,6 @@ def test_reuse_and_answers_are_stocks_before_and_after_a_restart(
     assert compare(found, MIDDLE) == (0, 0)
     # Reuse that is equal because there is none would not show.
     assert all(turn.cached > 200 for each in stocks for turn in each.turns[1:])
-    for each in found[STORED]:
-        assert each.turns[MIDDLE].stored >= each.turns[MIDDLE].prompt_tokens // 2
+    # The second conversation finds its instructions in the tree, and the rest in the store.
+    assert [each.turns[MIDDLE].stored > 100 for each in found[STORED]] == [True, True]
     assert restarted.metric("sglang_ext:drafts_total") > 0
