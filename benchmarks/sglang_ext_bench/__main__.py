@@ -46,6 +46,8 @@ COMMANDS = {
     "cache-ranks": Command("serving.cache_ranks", "measure acceptance and speed with cache ranks"),
     "lossy-contexts": Command("serving.lossy_contexts", "count the contexts that run at once in one pool"),
     "prefix-store": Command("serving.prefix_store", "measure the first token of prompts that a prefix store has"),
+    "store-failures": Command("serving.store_failures", "measure the first token of prompts while a prefix store fails"),
+    "conversations": Command("serving.conversations", "compare the reuse of conversations' prefixes with stock SGLang's, with a store too"),
     "prefill-on-codes": Command("serving.prefill_on_codes", "measure the loss of --kv-prefill quantized"),
     "step-profile": Command("serving.step_profile", "measure kernels and gaps of a server's decode steps"),
     "paths": Command("serving.paths", "list the files and lines that a round and a request enter"),

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench import report
-from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.client import SamplingSettings, readings
 from sglang_ext_bench.options import DTYPES, check_budgets, check_counts, names, numbers
 from sglang_ext_bench.prompts import Waves, make_prompts
-from sglang_ext_bench.client import readings
 from sglang_ext_bench.server import BenchServer
 
 if TYPE_CHECKING:

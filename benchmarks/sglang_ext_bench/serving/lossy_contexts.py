@@ -20,10 +20,9 @@ from itertools import chain
 from pathlib import Path
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.client import SamplingSettings, total
 from sglang_ext_bench.options import check_counts, names
 from sglang_ext_bench.prompts import random_prompts
-from sglang_ext_bench.client import total
 from sglang_ext_bench.server import BenchServer
 
 STOCK = "stock"

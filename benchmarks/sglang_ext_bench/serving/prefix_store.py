@@ -14,7 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.backend import (
+    StoreBackend,
+    StoreError,
+    open_backend,
+)
 from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench import report
 from sglang_ext_bench.options import DTYPES, check_counts
@@ -48,13 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext_bench.speed.settings import log_folder
 
     check_counts({"--prompts": args.prompts, "--context-len": args.context_len, "--output-len": args.output_len})
-    try:
-        backend = open_backend(args.store)
-        count = backend.statistics().objects
-    except StoreError as error:
-        raise CommandError(f"--store {args.store}: {error}") from error
-    if count:
-        raise CommandError(f"--store {args.store} has {count} pages; pass an empty store")
+    backend = open_empty_store(args.store)
     prompts = [list(ids) for ids in make_prompts(args, args.prompts, [args.context_len])[args.context_len]]
     found: dict[str, list[dict[str, Any]]] = {}
     with log_folder(args) as logs:
@@ -71,6 +69,22 @@ def run(args: argparse.Namespace) -> int:
     report.make_console().print(report.make_table(f"{args.prompts} prompts of {args.context_len} tokens, medians", columns, rows))
     print(f"{differing} of {2 * args.prompts * len(found)} answers differ from those of the server without a store")
     return 1 if differing else 0
+
+
+def open_empty_store(url: str) -> StoreBackend:
+    """Open a store.
+
+    Raises:
+        CommandError: It cannot be reached, or has pages.
+    """
+    try:
+        backend = open_backend(url)
+        count = backend.statistics().objects
+    except StoreError as error:
+        raise CommandError(f"--store {url}: {error}") from error
+    if count:
+        raise CommandError(f"--store {url} has {count} pages; pass an empty store")
+    return backend
 
 
 def server_flags(args: argparse.Namespace, arm: str) -> tuple[str, ...]:

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext_bench.client import SamplingSettings
+from sglang_ext_bench.client import SamplingSettings, total
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import random_prompts
-from sglang_ext_bench.client import total
 from sglang_ext_bench.server import BenchServer
 
 VOCABULARY = 20000

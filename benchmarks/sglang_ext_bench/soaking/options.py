@@ -23,6 +23,8 @@ lacks are left out.
 --apart starts a prefill and a decode server instead of one, with transfer backend progressive. Each request goes to both, and both must
 end it. Neither may hold much more memory at the end than after its warm-up.
 
+--store starts servers that share a bounded prefix store. Meanwhile pages of the store are damaged, and its folder is removed.
+
 --mode lossy does not ask stock, because the answers are approximate. It checks the number and the length of the answers, and
 the log-probabilities of each token where a request asks for them.
 """
@@ -31,7 +33,7 @@ import argparse
 from pathlib import Path
 
 from sglang_ext.tools import CommandError
-from sglang_ext_bench.options import names
+from sglang_ext_bench.options import check_counts, names
 from sglang_ext_bench.soaking.request_options import OPTIONS
 
 MODES = ("verified", "lossy")
@@ -70,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--apart", action="store_true", help="verify on a prefill and a decode server instead of one server")
     add("--link-gbps", type=float, default=0.2, help="Gbit/s of the link between them (default: %(default)s)")
+    add("--store", type=Path, metavar="FOLDER", help="verify on servers that share a prefix store in this folder; its pages are deleted")
+    add("--store-servers", type=int, default=2, help="number of these servers (default: %(default)s)")
+    add("--store-mb", type=float, default=200.0, help="bound of the store, in MB; less than the prompts need (default: %(default)s)")
     add("--logs", type=Path, default=Path("."), help="folder of the servers' logs (default: the current one)")
     add("--json", type=Path, help="write the totals to this file")
 
@@ -78,8 +83,8 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuse options that exclude each other, and unknown names.
 
     Raises:
-        CommandError: --url or --mode lossy comes with --apart, or --url with --force-retraction. --leave-out has an unknown name. --requests
-            is negative.
+        CommandError: --url or --mode lossy comes with --apart or --store, --apart with --store, or --url with --force-retraction. --leave-out has
+            an unknown name. --requests is negative. --store-servers is below 1.
     """
     known = [option.name for option in OPTIONS]
     unknown = [name for name in args.leave_out if name not in known]
@@ -94,6 +99,12 @@ def check_options(args: argparse.Namespace) -> None:
             f"--force-retraction with --url: start the server at {args.url} with SGLANG_TEST_RETRACT=1 and "
             f"SGLANG_TEST_RETRACT_INTERVAL={args.force_retraction}, and leave --force-retraction out"
         )
+    if args.store is not None:
+        if args.apart or args.url or args.mode != "verified":
+            raise CommandError("--store starts servers in --mode verified itself; leave out --apart, --url and --mode lossy")
+        check_counts({"--store-servers": args.store_servers})
+        if args.store.exists() and any(args.store.iterdir()):
+            raise CommandError(f"--store {args.store} is not empty, and the soak deletes its content; pass a new folder")
     if args.apart and args.mode != "verified":
         raise CommandError(f"--apart with --mode {args.mode}: a prefill and a decode server need --mode verified; leave out one of these")
 

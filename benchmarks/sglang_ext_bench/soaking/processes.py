@@ -1,4 +1,4 @@
-"""Samples the memory and the open descriptors of each process of a server, and reports those that keep growing."""
+"""Samples the memory, the open descriptors and the threads of each process of a server, and reports those that keep growing."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ MIN_SHOWN_SAMPLES = 6
 """Samples of a process from which the table shows it."""
 MIN_JUDGED_SAMPLES = 48
 """Samples from which a process is judged: 8 minutes. In a shorter soak, a server that still warms up looks like a leak."""
-MAX_GROWTH, SPARE_BYTES, SPARE_DESCRIPTORS = 0.15, 64 << 20, 16
+MAX_GROWTH, SPARE_BYTES, SPARE_DESCRIPTORS, SPARE_THREADS = 0.15, 64 << 20, 16, 16
 """The most by which the median of the last third of the samples may exceed that of the second third."""
 
 
@@ -27,10 +27,12 @@ class ProcessSample(NamedTuple):
     Attributes:
         own: Bytes of memory that no other process shares (USS).
         descriptors: Open file descriptors.
+        threads: Threads.
     """
 
     own: int
     descriptors: int
+    threads: int
 
 
 class Thirds(NamedTuple):
@@ -70,12 +72,13 @@ class WatchedProcess:
         return Thirds(*(ProcessSample(*map(median_low, zip(*part))) for part in parts))
 
     def describe(self) -> str:
-        """One line: memory and descriptors in the first, second and last third, and the most of all samples."""
+        """One line: memory, descriptors and threads in the first, second and last third, and the most of all samples."""
         thirds, most = self.thirds(), ProcessSample(*map(max, zip(*self.samples)))
         memory = " -> ".join(str(_mb(sample.own)) for sample in thirds)
-        descriptors = " -> ".join(str(sample.descriptors) for sample in thirds)
+        descriptors, threads = (" -> ".join(str(getattr(sample, name)) for sample in thirds) for name in ("descriptors", "threads"))
+        counts = f"descriptors {descriptors}, at most {most.descriptors}; threads {threads}, at most {most.threads}"
         note = "" if self.is_judged else "; too short to judge"
-        return f"{self.name}: own memory {memory} MB, at most {_mb(most.own)}; descriptors {descriptors}, at most {most.descriptors}{note}"
+        return f"{self.name}: own memory {memory} MB, at most {_mb(most.own)}; {counts}{note}"
 
     def problems(self) -> Iterator[str]:
         """Describe growth from the second to the last third. The first third is left out, because the server warms up in it."""
@@ -86,20 +89,22 @@ class WatchedProcess:
             yield f"{self.name}: its memory grew from {_mb(second.own)} to {_mb(last.own)} MB"
         if last.descriptors > second.descriptors + SPARE_DESCRIPTORS:
             yield f"{self.name}: its descriptors grew from {second.descriptors} to {last.descriptors}"
+        if last.threads > second.threads + SPARE_THREADS:
+            yield f"{self.name}: its threads grew from {second.threads} to {last.threads}"
 
 
 class ProcessWatch:
-    """Context manager: samples all processes of a process group in a background thread.
+    """Context manager: samples all processes of process groups in a background thread.
 
     Args:
-        group: Process group of the server. None: no process is watched.
+        groups: Process groups of the servers. None: an unknown group, of which no process is watched.
         seconds: Time between two samples.
     """
 
-    def __init__(self, group: int | None, seconds: float = SAMPLE_SECONDS) -> None:
-        self._group = group
+    def __init__(self, *groups: int | None, seconds: float = SAMPLE_SECONDS) -> None:
+        self._groups = frozenset(group for group in groups if group is not None)
         self._processes: dict[int, WatchedProcess] = {}
-        self._sampling = nullcontext() if group is None else run_periodically(self._sample_all, seconds)
+        self._sampling = run_periodically(self._sample_all, seconds) if self._groups else nullcontext()
 
     def __enter__(self) -> "ProcessWatch":
         self._sampling.__enter__()
@@ -119,11 +124,11 @@ class ProcessWatch:
     def _sample_all(self) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) == self._group:
+                if os.getpgid(process.pid) in self._groups:
                     self._sample(process)
 
     def _sample(self, process: psutil.Process) -> None:
-        sample = ProcessSample(process.memory_full_info().uss, process.num_fds())
+        sample = ProcessSample(process.memory_full_info().uss, process.num_fds(), process.num_threads())
         self._processes.setdefault(process.pid, WatchedProcess(_name_of(process))).samples.append(sample)
 
 

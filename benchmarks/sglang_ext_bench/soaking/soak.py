@@ -11,13 +11,27 @@ from sglang_ext_bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext_bench.report import write_json
 from sglang_ext_bench.server import BenchServer, RequestClient, describe_error
 from sglang_ext_bench.soaking.answers import Sample
-from sglang_ext_bench.soaking.disaggregated import DisaggregatedServers, disaggregated_flags, disaggregated_options
-from sglang_ext_bench.soaking.external_server import ExternalServer, describe_leak, supported_options
+from sglang_ext_bench.soaking.disaggregated import (
+    DisaggregatedServers,
+    disaggregated_flags,
+    disaggregated_options,
+)
+from sglang_ext_bench.soaking.external_server import (
+    ExternalServer,
+    describe_leak,
+    supported_options,
+)
 from sglang_ext_bench.soaking.processes import ProcessWatch
 from sglang_ext_bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext_bench.soaking.sending import References, Soak, post, run_traffic
+from sglang_ext_bench.soaking.shared_store import ServersOnStore, store_flags
 from sglang_ext_bench.soaking.tally import Tally
-from sglang_ext_bench.soaking.traffic import cases, next_turns, shared_beginnings, short_prompts
+from sglang_ext_bench.soaking.traffic import (
+    cases,
+    next_turns,
+    shared_beginnings,
+    short_prompts,
+)
 
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -29,7 +43,8 @@ SETTLE_SECONDS = 3.0
 PLAIN_LOOP = "--disable-overlap-schedule"
 """SGLang's flag of the plain loop."""
 
-Server = BenchServer | ExternalServer | DisaggregatedServers
+Servers = DisaggregatedServers | ServersOnStore
+Server = BenchServer | ExternalServer | Servers
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     env = server_environment(args.force_retraction)
     kv, is_overlapped = split_flags([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if is_overlapped else (PLAIN_LOOP,)), *split_flags(args.server_arg))
-    verified = (*common, "--kv-mode", args.mode, *kv)
+    verified = (*common, "--kv-mode", args.mode, *kv, *(() if args.store is None else store_flags(args.store, args.store_mb)))
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = disaggregated_flags(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
     options = select_options(args)
@@ -57,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
     with tested_server(args, flags, env, tally) as server:
         check_loop(server, is_overlapped)
         drawn = cases(len(given), len(prompts) - len(given), options)
-        with ProcessWatch(None if isinstance(server, DisaggregatedServers) else server.group) as processes:
+        with ProcessWatch(*process_groups(server)) as processes:
             run_traffic(Soak(server, prompts, drawn, references, is_overlapped, tally, args.compressors), args)
         for problem in processes.problems():
             tally.fail(problem)
         print(processes.table())
         check_idle(server, tally)
-        if isinstance(server, DisaggregatedServers):
+        if isinstance(server, Servers):
             server.check_memory()
     if args.force_retraction and not tally.retractions:
         tally.fail(
@@ -96,7 +111,7 @@ def stock_server(args: argparse.Namespace, flags: tuple[str, ...]) -> BenchServe
 
 
 def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally) -> Server:
-    """The server of --url, one that is started, or for --apart a prefill and a decode server.
+    """The server of --url, one that is started, for --apart a prefill and a decode server, or for --store those that share one.
 
     Args:
         args: The command line.
@@ -108,10 +123,21 @@ def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]]
         return ExternalServer(args.url, ANSWER_SECONDS)
     if args.apart:
         return DisaggregatedServers(args.model, flags, args.logs, {"prefill": STRICT_CHECKS, "decode": env}, args.workers, tally.fail)
+    if args.store is not None:
+        names = [f"soak-store-{number}.log" for number in range(1, args.store_servers + 1)]
+        servers = [BenchServer(args.model, flags["verified"], args.logs / name, request_timeout=ANSWER_SECONDS, env=env) for name in names]
+        return ServersOnStore(servers, args.store, int(args.store_mb * 1e6), tally.fail)
     return BenchServer(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
 
 
-def check_loop(server: RequestClient | DisaggregatedServers, is_overlapped: bool) -> None:
+def process_groups(server: Server) -> tuple[int | None, ...]:
+    """Process groups whose processes are watched. A prefill and a decode server watch their memory themselves."""
+    if isinstance(server, ServersOnStore):
+        return server.groups
+    return () if isinstance(server, DisaggregatedServers) else (server.group,)
+
+
+def check_loop(server: RequestClient | Servers, is_overlapped: bool) -> None:
     """Check that a server runs the same loop of SGLang as the other one.
 
     Raises:
@@ -190,7 +216,7 @@ def check_idle(server: Server, tally: Tally) -> None:
     """Check a server after the traffic: it must hold no requests and no used tokens, and still answer."""
     time.sleep(SETTLE_SECONDS)
     try:
-        for role, each in server.by_role.items() if isinstance(server, DisaggregatedServers) else [("", server)]:
+        for role, each in server.by_role.items() if isinstance(server, Servers) else [("", server)]:
             if leak := describe_leak(each):
                 tally.fail(f"the {role} server: {leak}" if role else leak)
         server.flush_cache()
@@ -219,10 +245,11 @@ def report(
         "overlapped": is_overlapped,
         "flags": {name: list(server_flags) for name, server_flags in flags.items()},
         "apart": server.as_json() if isinstance(server, DisaggregatedServers) else None,
+        "store": server.as_json() if isinstance(server, ServersOnStore) else None,
         **tally.as_json(),
     }
     print(tally.table())
-    if isinstance(server, DisaggregatedServers):
+    if isinstance(server, Servers):
         print(server.table())
     print(json.dumps(totals, indent=1))
     if args.json:

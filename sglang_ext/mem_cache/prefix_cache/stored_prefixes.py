@@ -137,7 +137,7 @@ class StoredPrefixes:
         """Back up the path to ``last`` to the host, and write its pages to the store."""
         self._release_written()
         nodes = path(last)
-        if not nodes or nodes[0].key.extra_key is not None or not self.store.answers:
+        if not nodes or nodes[0].key.extra_key is not None or not self.store.can_write:
             return
         covered: list[TieredNode] = []
         for node in nodes:
@@ -209,7 +209,7 @@ class StoredPrefixes:
         before, begin = path(node), node.end
         end = (begin + len(new_tokens)) // self.unit * self.unit
         has_key = bool(before) and before[0].key.extra_key is not None
-        if rid in self._fetches or has_key or end <= begin or not self.store.answers:
+        if rid in self._fetches or has_key or end <= begin or not self.store.can_read:
             return
         tokens = [*_tokens(before), *new_tokens][:end]
         first = begin // self.unit * self.unit

@@ -4,9 +4,11 @@
     FOLDER/.lock                 held while objects are deleted to make room
     FOLDER/.new/                 objects that are being written
 
-A write fills a new file and then renames it, so that readers see whole objects only. A file's time of modification is when its object was
-last used. When nine tenths of the bound are in use, the objects that were not used for longest are deleted, under the lock, until eight
-tenths are left. A server counts the folder again after it has written a fiftieth of the bound. So five servers never exceed the bound.
+A write fills a new file and then renames it, so that readers see whole objects only. Links in the folder are not followed. Otherwise everybody
+who may write to the folder could direct writes elsewhere. A removed folder is created again by the next write. A file's time of modification
+is when its object was last used. When nine tenths of the bound are in use, the objects that were not used for longest are deleted, under the
+lock, until eight tenths are left. A server counts the folder again after it has written a fiftieth of the bound. So five servers never exceed
+the bound.
 """
 
 import errno
@@ -16,7 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -62,25 +64,30 @@ class FileBackend:
         self.folder = folder
         self.max_bytes = max_bytes
         self._new = folder / ".new"
-        try:
-            self._new.mkdir(parents=True, exist_ok=True)
-            self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise OptionError(f"prefix store {folder}: {error.strerror}; pass a folder that this user may write") from error
         # flock is per open file, so threads of one server need a lock of their own.
         self._thread_lock = threading.Lock()
+        try:
+            with self._only_server():
+                pass
+        except OSError as error:
+            raise OptionError(f"prefix store {folder}: {error.strerror}; pass a folder that this user may write") from error
         # Bytes of the folder when it was last counted, and bytes that were written since then.
         self._counted: int | None = None
         self._written = 0
 
     @classmethod
     def from_url(cls, url: str, max_bytes: int | None) -> "FileBackend":
-        """Open ``file:FOLDER`` or ``file:///FOLDER``.
+        """Open ``file:FOLDER`` or ``file:///FOLDER``, each with ``?max-gb=GB`` if the default bound does not fit.
+
+        Args:
+            url: The URL.
+            max_bytes: The bound. None: that of the URL, or else :data:`DEFAULT_MAX_BYTES`.
 
         Raises:
-            OptionError: The URL has no folder, or names a host; also as the constructor.
+            OptionError: The URL has no folder, names a host, or has another setting than a bound; also as the constructor.
         """
-        path = url.removeprefix("file:")
+        path, _, setting = url.removeprefix("file:").partition("?")
+        bound = _bound(url, setting) if setting else DEFAULT_MAX_BYTES
         if path.startswith("//"):
             host, slash, rest = path[2:].partition("/")
             if host not in ("", "localhost"):
@@ -88,7 +95,7 @@ class FileBackend:
             path = slash + rest
         if not path:
             raise OptionError(f"prefix store {url!r} names no folder; pass file:FOLDER")
-        return cls(Path(path).expanduser().absolute(), DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
+        return cls(Path(path).expanduser().absolute(), bound if max_bytes is None else max_bytes)
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Store an object, whole or not at all. Returns False if the folder has it already, which then counts as used."""
@@ -101,20 +108,24 @@ class FileBackend:
             return False
         temporary = self._new / uuid4().hex
         try:
+            if self._has_link(path):
+                raise StoreError(f"writing {name} to {self.folder}: a folder on its path is a link; delete the link")
             self._make_room(size)
+            self._new.mkdir(parents=True, exist_ok=True)
             self._write(temporary, parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             os.rename(temporary, path)
         except OSError as error:
             raise StoreError(f"writing {name} to {self.folder}: {error.strerror}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
         return True
 
     def count_run(self, names: Sequence[str]) -> int:
         """Number of leading ``names`` that are in the folder."""
         for count, name in enumerate(names):
-            if not _is_object(self._path(name)):
+            if not self._is_object(self._path(name)):
                 return count
         return len(names)
 
@@ -125,8 +136,10 @@ class FileBackend:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
         for name in names:
+            path = self._path(name)
             try:
-                self._path(name).unlink(missing_ok=True)
+                if not self._has_link(path):
+                    path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(f"deleting {name} from {self.folder}: {error.strerror}") from error
 
@@ -141,20 +154,31 @@ class FileBackend:
         return StoreStatistics(len(sizes), sum(sizes), self.max_bytes)
 
     def close(self) -> None:
-        """Close the lock file."""
-        with self._thread_lock:
-            if self._lock_file >= 0:
-                os.close(self._lock_file)
-                self._lock_file = -1
+        """Do nothing: no file stays open."""
 
     def _path(self, name: str) -> Path:
         namespace, _, page = check_name(name).partition("/")
         return self.folder / namespace / page[:2] / page
 
-    def _read(self, wanted: ReadRange) -> bool:
+    def _has_link(self, path: Path) -> bool:
+        """Whether the folder of the namespace, or the one of the object, is a link."""
+        return path.parent.is_symlink() or path.parent.parent.is_symlink()
+
+    def _is_object(self, path: Path) -> bool:
+        """Whether a path is a file that can be an object, and no link."""
         try:
+            status = path.lstat()
+            return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_OBJECT_BYTES and not self._has_link(path)
+        except OSError:
+            return False
+
+    def _read(self, wanted: ReadRange) -> bool:
+        path = self._path(wanted.name)
+        try:
+            if self._has_link(path):
+                return False
             # O_NONBLOCK: opening a pipe that somebody put there must not wait.
-            file = os.open(self._path(wanted.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in NOT_AN_OBJECT:
                 return False
@@ -173,7 +197,7 @@ class FileBackend:
 
     def _touch(self, path: Path) -> bool:
         """Record that an object is used. Returns False if it is not there."""
-        if not _is_object(path):
+        if not self._is_object(path):
             return False
         try:
             os.utime(path, follow_symlinks=False)
@@ -225,14 +249,15 @@ class FileBackend:
 
     @contextmanager
     def _only_server(self) -> Iterator[None]:
-        """Hold the lock of the folder."""
-        if self._lock_file < 0:
-            raise StoreError(f"prefix store {self.folder} is closed")
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        """Hold the lock of the folder, which is created if it does not exist."""
+        self._new.mkdir(parents=True, exist_ok=True)
+        # Opened each time, because a folder that was removed and created again has another lock.
+        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+            os.close(lock)
 
     def _files(self) -> Iterator[tuple[Path, StoredObject]]:
         """All objects with their paths. Other files are left alone."""
@@ -262,13 +287,15 @@ def _entries(path: str | Path) -> Iterator["os.DirEntry[str]"]:
         return
 
 
-def _is_object(path: Path) -> bool:
-    """Whether a path is a file that can be an object, and no link."""
+def _bound(url: str, setting: str) -> int:
+    """Bytes of ``max-gb=GB``."""
+    name, _, value = setting.partition("=")
     try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_OBJECT_BYTES
+        if name != "max-gb":
+            raise ValueError(name)
+        return int(float(value) * 10**9)
+    except (ValueError, OverflowError) as error:
+        raise OptionError(f"prefix store {url!r} has the setting {setting!r}; pass file:FOLDER or file:FOLDER?max-gb=GB") from error
 
 
 def _read_exactly(file: int, memory: memoryview, offset: int) -> bool:

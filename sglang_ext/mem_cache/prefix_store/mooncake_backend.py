@@ -57,7 +57,9 @@ class MooncakeBackend:
         query = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         host, protocol, devices = query.pop("host", "127.0.0.1"), query.pop("protocol", "tcp"), query.pop("devices", "")
         if not parts.netloc or parts.path.strip("/") or query or protocol not in ("tcp", "rdma"):
-            raise OptionError(f"prefix store {url!r}: pass mooncake://MASTER:PORT?host=THIS_HOST&protocol=tcp or rdma&devices=NAMES; all but MASTER may be left out")
+            raise OptionError(
+                f"prefix store {url!r}: pass mooncake://MASTER:PORT?host=THIS_HOST&protocol=tcp or rdma&devices=NAMES; all but MASTER may be left out"
+            )
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:

@@ -49,7 +49,9 @@ class RedisBackend:
             StoreError: The server does not answer.
         """
         if max_bytes is not None:
-            raise OptionError(f"prefix store {url!r} cannot be bounded from here; start redis-server with --maxmemory and --maxmemory-policy allkeys-lru")
+            raise OptionError(
+                f"prefix store {url!r} cannot be bounded from here; start redis-server with --maxmemory and --maxmemory-policy allkeys-lru"
+            )
         try:
             import redis
         except ImportError as error:

@@ -1,6 +1,7 @@
 """Writes pages to a prefix store and reads them, in threads, and measures how fast the store is.
 
-A store may fail at any time. Then nothing is written or read for :data:`RETRY_SECONDS`, and the server computes its prompts.
+A store may fail at any time. If it fails to write, nothing is written for :data:`RETRY_SECONDS`; a full disk can still be read. If it fails to
+read, nothing is read for so long, and the server computes its prompts.
 """
 
 import logging
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +24,8 @@ from sglang_ext.mem_cache.prefix_store.objects import (
 )
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 WRITERS, READERS = 2, 4
 """Threads that encode and write pages, and that read and decode them."""
@@ -56,6 +60,24 @@ class StoreCounters:
     read_seconds: float = 0.0
     bad_pages: int = 0
     errors: int = 0
+
+
+@dataclass
+class Availability:
+    """Whether the store does one kind of request.
+
+    Attributes:
+        consequence: What the log says of a failure.
+        failed_until: End of the pause after a failure; 0 once a request succeeded after it.
+    """
+
+    consequence: str
+    failed_until: float = 0.0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether no request failed within the last :data:`RETRY_SECONDS`."""
+        return time.monotonic() >= self.failed_until
 
 
 class PageRun:
@@ -128,15 +150,25 @@ class PrefixStore:
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="store-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
         self._lock = threading.Lock()
-        # End of the pause after a failure; 0 once the store answered after it.
-        self._failed_until = 0.0
+        self._reading = Availability("prompts are computed until it answers")
+        self._writing = Availability("no page is written until it takes one")
         self._bandwidth = HostLinkBandwidth(RATE_DECAY)
         self._measured_at = 0.0
 
     @property
-    def answers(self) -> bool:
-        """Whether the store may be asked: it did not fail within the last :data:`RETRY_SECONDS`."""
-        return time.monotonic() >= self._failed_until
+    def can_read(self) -> bool:
+        """Whether the store may be read."""
+        return self._reading.is_available
+
+    @property
+    def can_write(self) -> bool:
+        """Whether pages may be written to the store."""
+        return self._writing.is_available
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether requests of a kind failed, and none of this kind succeeded since. A store that fails in both ways is logged once."""
+        return any(kind.failed_until for kind in (self._reading, self._writing))
 
     @property
     def rate(self) -> float | None:
@@ -154,7 +186,7 @@ class PrefixStore:
 
     def count_run(self, names: Sequence[str]) -> "Future[int]":
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
-        return self._readers.submit(lambda: self._request(lambda: self.backend.count_run(names), 0))
+        return self._readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
 
     def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone) -> PageRun:
         """Restore pages in threads.
@@ -178,11 +210,11 @@ class PrefixStore:
     def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> bool:
         while not ready():
             time.sleep(0.002)
-        if not self.answers:
+        if not self.can_write:
             return False
         try:
             parts = encode_object(page, tensors(page))
-            is_new = self._request(lambda: self.backend.put(page.name, parts), None)
+            is_new = self._request(self._writing, lambda: self.backend.put(page.name, parts), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)
             return False
@@ -195,7 +227,7 @@ class PrefixStore:
     def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
         restored = False
         try:
-            if not (run.stopped or run.ended) and self.answers:
+            if not (run.stopped or run.ended) and self.can_read:
                 restored = self._restore(run, page, target, done)
         except Exception:
             logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
@@ -212,7 +244,7 @@ class PrefixStore:
             done(page, tensors)
 
         try:
-            if self._request(lambda: fetch_page(self.backend, page) or True, False):
+            if self._request(self._reading, lambda: fetch_page(self.backend, page) or True, False):
                 tensors = target(page)
                 size = sum(tensor.nbytes for tensor in tensors)
                 restored = run.fill(fill)
@@ -221,7 +253,7 @@ class PrefixStore:
             with self._lock:
                 self.counters.bad_pages += 1
             # Otherwise the page would never be written again.
-            self._request(lambda: self.backend.delete([page.name]), None)
+            self._request(self._writing, lambda: self.backend.delete([page.name]), None)
         seconds = time.monotonic() - begin
         with self._lock:
             if restored:
@@ -232,24 +264,27 @@ class PrefixStore:
             self._measured_at = time.monotonic()
         return restored
 
-    def _request(self, ask, default):
-        """The answer of the backend; ``default`` if it fails. After a failure the store is not asked for a while."""
-        if not self.answers:
+    def _request(self, kind: Availability, ask: Callable[[], Result], default: Result) -> Result:
+        """The answer of the backend; ``default`` if it fails. After a failure the store gets no request of this kind for a while."""
+        if not kind.is_available:
             return default
         try:
             answer = ask()
         except StoreError as error:
             with self._lock:
                 self.counters.errors += 1
-                is_first, self._failed_until = not self._failed_until, time.monotonic() + RETRY_SECONDS
+                is_first, kind.failed_until = not self._has_failed, time.monotonic() + RETRY_SECONDS
             if is_first:
-                logger.warning("sglang-ext: prefix store %s failed; prompts are computed until it answers: %s", self.url, error)
+                logger.warning("sglang-ext: prefix store %s failed; %s: %s", self.url, kind.consequence, error)
             return default
         with self._lock:
-            # An answer to an earlier request does not end the pause.
-            was_failed = 0 < self._failed_until <= time.monotonic()
+            # An answer to an earlier request does not end the pause. A full disk knows its objects and deletes them: only a new object
+            # shows that it can be written.
+            is_proof = kind is self._reading or answer is True
+            was_failed = is_proof and 0 < kind.failed_until <= time.monotonic()
             if was_failed:
-                self._failed_until = 0.0
-        if was_failed:
+                kind.failed_until = 0.0
+            is_well = was_failed and not self._has_failed
+        if is_well:
             logger.info("sglang-ext: prefix store %s answers again", self.url)
         return answer

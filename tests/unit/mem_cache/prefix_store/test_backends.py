@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from random import Random
 
 import pytest
 import torch
+from store_servers import free_port, redis_server, running, small_disk
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
@@ -46,29 +46,6 @@ def read(store: StoreBackend, wanted: str, offset: int, size: int) -> bytes | No
     return bytes(memory) if filled else None
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@contextmanager
-def running(*command: str, port: int) -> Iterator[None]:
-    """A server of this machine, which listens on ``port``."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(300):
-            with socket.socket() as asked:
-                if asked.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, f"{command} ended"
-            time.sleep(0.1)
-        yield
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
 @contextmanager
 def file_url(folder: Path) -> Iterator[str]:
     yield f"file:{folder}/store"
@@ -76,11 +53,8 @@ def file_url(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def redis_url(folder: Path) -> Iterator[str]:
-    pytest.importorskip("redis")
-    program, port = shutil.which("redis-server"), free_port()
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    with running(program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), port=port):
+    port = free_port()
+    with redis_server(folder, port):
         yield f"redis://127.0.0.1:{port}/0"
 
 
@@ -248,14 +222,23 @@ def test_a_store_without_a_listing_says_so(store: StoreBackend) -> None:
         store.statistics()
 
 
-@pytest.mark.parametrize("bad", ["../../etc/passwd", f"{SPACE}/../{'0' * 61}", f"{SPACE}/{'0' * 63}", f"{SPACE}/{'G' * 64}", "", f"/{'0' * 64}", name(1) + "\n"])
+@pytest.mark.parametrize(
+    "bad", ["../../etc/passwd", f"{SPACE}/../{'0' * 61}", f"{SPACE}/{'0' * 63}", f"{SPACE}/{'G' * 64}", "", f"/{'0' * 64}", name(1) + "\n"]
+)
 def test_names_that_are_no_hashes_are_refused(store: StoreBackend, bad: str) -> None:
-    for use in (lambda: store.put(bad, parts(content(1))), lambda: store.count_run([bad]), lambda: read(store, bad, 0, 1), lambda: store.delete([bad])):
+    uses = (lambda: store.put(bad, parts(content(1))), lambda: store.count_run([bad]), lambda: read(store, bad, 0, 1), lambda: store.delete([bad]))
+    for use in uses:
         with pytest.raises(ValueError, match="pass 16 to 64 hexadecimal digits"):
             use()
 
 
-@pytest.mark.parametrize("bad", ["", "ftp://host/x", "file:", "file://host/folder", "s3://", "s3://b?endpoint=ftp://x", "s3://b?region=x", "mooncake://", "mooncake://m?protocol=udp"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("", "ftp://host/x", "file:", "file://host/folder", "file:/x?max-gb=many", "file:/x?max-gb=-1", "file:/x?size=1"),
+        *("s3://", "s3://b?endpoint=ftp://x", "s3://b?region=x", "mooncake://", "mooncake://m?protocol=udp"),
+    ],
+)
 def test_malformed_urls_are_refused_with_the_allowed_form(bad: str) -> None:
     with pytest.raises(OptionError, match="pass"):
         open_backend(bad)
@@ -289,6 +272,40 @@ class TestFolder:
         assert store.count_run([name(1)]) == store.count_run([name(2)]) == store.count_run([name(3)]) == store.count_run([name(4)]) == 0
         assert [read(store, name(number), 0, 10) for number in (1, 2, 3, 4)] == [None] * 4
         assert (tmp_path / "notes.txt").exists()
+
+    @pytest.mark.parametrize("linked", [SPACE, f"{SPACE}/00"])
+    def test_nothing_is_read_written_or_deleted_behind_a_link(self, tmp_path: Path, linked: str) -> None:
+        folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+        store = open_backend(f"file:{folder}")
+        store.put(name(1), parts(content(1)))
+        (folder / linked).rename(elsewhere)
+        (folder / linked).symlink_to(elsewhere)
+        before = sorted(elsewhere.rglob("*"))
+        assert store.count_run([name(1)]) == 0 and read(store, name(1), 0, 10) is None and not list(store.objects())
+        store.delete([name(1)])
+        with pytest.raises(StoreError, match="is a link; delete the link"):
+            store.put(name(2), parts(content(2)))
+        assert sorted(elsewhere.rglob("*")) == before
+
+    def test_a_removed_folder_is_created_again(self, tmp_path: Path) -> None:
+        store = open_backend(f"file:{tmp_path}/store", 100_000)
+        store.put(name(1), parts(content(1)))
+        shutil.rmtree(tmp_path / "store")
+        assert store.count_run([name(1)]) == 0 and read(store, name(1), 0, 10) is None
+        assert store.put(name(1), parts(content(1))) and read(store, name(1), 0, 5000) == content(1)
+
+    def test_a_full_disk_is_an_error_and_leaves_the_objects(self, tmp_path: Path) -> None:
+        with small_disk(tmp_path / "disk", 200_000) as disk:
+            store = open_backend(f"file:{disk}/store")
+            store.put(name(1), parts(content(1, 100_000)))
+            with pytest.raises(StoreError, match="No space left"):
+                store.put(name(2), parts(content(2, 200_000)))
+            assert store.count_run([name(2)]) == 0 and read(store, name(1), 0, 100_000) == content(1, 100_000)
+            assert not list((disk / "store/.new").iterdir())
+
+    def test_a_url_may_have_the_bound(self, tmp_path: Path) -> None:
+        assert open_backend(f"file:{tmp_path}?max-gb=0.5").statistics().max_size == 500_000_000
+        assert open_backend(f"file:{tmp_path}?max-gb=0.5", 10**6).statistics().max_size == 10**6
 
     def test_the_objects_that_were_not_used_for_longest_make_room(self, tmp_path: Path) -> None:
         store = open_backend(f"file:{tmp_path}", 100_000)

