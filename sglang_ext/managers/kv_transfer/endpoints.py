@@ -105,7 +105,8 @@ def listen(
 ) -> tuple[zmq.Socket, zmq.Socket | None]:
     """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
-    libzmq queues at most ``most_waiting`` messages to one peer, or from one. Port 0 takes a free port. If the endpoint is in use, ``context`` is destroyed and :class:`LinkError` is raised.
+    libzmq queues at most ``most_waiting`` messages to one peer, or from one. Port 0 takes a free port. If the endpoint is in use,
+    ``context`` is destroyed and :class:`LinkError` is raised.
     """
     zap = None
     socket = context.socket(zmq.ROUTER)
