@@ -104,7 +104,8 @@ class StoreServer:
     def __init__(
         self, endpoint: str, cache: ObjectCache, keys: LinkKeys | None = None, gbps: float | None = None, put_seconds: float = 15.0
     ) -> None:
-        self._socket = ServerSocket(endpoint, keys, MAX_WAITING)
+        # A client that reads nothing is refused before libzmq would drop its answers.
+        self._socket = ServerSocket(endpoint, keys, 2 * MAX_WAITING)
         self.endpoint = self._socket.endpoint
         self.cache, self._interface, self._put_seconds = cache, NetworkInterface(gbps), put_seconds
         self.found = self.missed = self.refused = 0

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,12 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import MAX_MESSAGE_BYTES, Message, encode
 from sglang_ext.managers.store_server import wire
 from sglang_ext.managers.store_server.server import MAX_WAITING, StoreServer
-from sglang_ext.managers.store_server.tcp_backend import TcpBackend
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object
 
 FORM = ObjectFormat("a model", torch.float32, layers=2, heads=2, head_dim=64, page_size=64, form="raw")
-ANY = "127.0.0.1:0"
 
 
 def page(number: int) -> tuple[str, bytes]:
@@ -80,25 +79,41 @@ class RawClient:
         self.context.destroy(0)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    made = StoreServer(f"tcp://{ANY}", ObjectCache(64 << 20), put_seconds=0.5)
-    yield made
-    made.close()
+class Ends:
+    """Starts servers and clients, and closes them after the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def server(self, cache: ObjectCache | None = None, endpoint: str = "tcp://127.0.0.1:0", **others: object) -> StoreServer:
+        return self._stack.enter_context(closing(StoreServer(endpoint, cache or ObjectCache(64 << 20), **others)))
+
+    def store(self, url: str) -> StoreBackend:
+        return self._stack.enter_context(closing(open_backend(url)))
+
+    def raw(self, endpoint: str, **others: object) -> RawClient:
+        return self._stack.enter_context(closing(RawClient(endpoint, **others)))
 
 
 @pytest.fixture
-def store(server: StoreServer) -> Iterator[StoreBackend]:
-    opened = open_backend(server.endpoint)
-    yield opened
-    opened.close()
+def ends() -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(stack)
 
 
 @pytest.fixture
-def raw(server: StoreServer) -> Iterator[RawClient]:
-    made = RawClient(server.endpoint)
-    yield made
-    made.close()
+def server(ends: Ends) -> StoreServer:
+    return ends.server(put_seconds=0.5)
+
+
+@pytest.fixture
+def store(ends: Ends, server: StoreServer) -> StoreBackend:
+    return ends.store(server.endpoint)
+
+
+@pytest.fixture
+def raw(ends: Ends, server: StoreServer) -> RawClient:
+    return ends.raw(server.endpoint)
 
 
 NAME, CONTENT = page(1)
@@ -130,18 +145,15 @@ def test_an_invalid_message_ends_its_connection_alone(server: StoreServer, store
     assert has(store, 1) and server.refused == 1
 
 
-def test_a_program_that_is_no_client_gets_no_answer(server: StoreServer, store: StoreBackend) -> None:
-    foreign = RawClient(server.endpoint, hello=False)
+def test_a_program_that_is_no_client_gets_no_answer(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
+    foreign = ends.raw(server.endpoint, hello=False)
     foreign.send(b"GET / HTTP/1.1\r\n\r\n")
     wait_for(lambda: server.refused == 1)
     assert not foreign.socket.poll(200)
-    foreign.close()
     assert not has(store, 1)
 
 
 def test_bytes_that_are_not_zmq_change_nothing(server: StoreServer, store: StoreBackend) -> None:
-    import socket
-
     host, port = server.endpoint.removeprefix("tcp://").split(":")
     for sent in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(10000)):
         with socket.create_connection((host, int(port))) as other:
@@ -157,22 +169,21 @@ def test_a_frame_longer_than_the_bound_is_not_read(server: StoreServer, store: S
     assert has(store, 2) and not has(store, 1)
 
 
-def test_another_version_is_refused_with_the_remedy(server: StoreServer) -> None:
-    other = RawClient(server.endpoint, hello=False)
+def test_another_version_is_refused_with_the_remedy(ends: Ends, server: StoreServer) -> None:
+    other = ends.raw(server.endpoint, hello=False)
     answer = other.ask(wire.StoreHello(wire.VERSION + 1))
-    other.close()
     assert isinstance(answer, wire.StoreRefused) and "install the same version" in answer.reason
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_changed_messages_are_refused_or_answered(server: StoreServer, data: st.DataObject) -> None:
+def test_changed_messages_are_refused_or_answered(ends: Ends, server: StoreServer, data: st.DataObject) -> None:
     messages = [wire.Put(1, NAME, len(CONTENT)), wire.Part(1, 0), wire.Count(2, (NAME,)), wire.Read(3, (wire.Range(NAME, 0, 10),)), wire.List(4, True), wire.StoreHello(1)]
     content = bytearray(encode(data.draw(st.sampled_from(messages))))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     frames = [bytes(content[: data.draw(st.integers(0, len(content)))]), *data.draw(st.lists(st.binary(max_size=200), max_size=2))]
-    client = RawClient(server.endpoint)
+    client = ends.raw(server.endpoint)
     answer = client.ask(*frames)
     client.close()
     assert answer is not None and server.is_running
@@ -192,8 +203,8 @@ def test_a_damaged_object_is_refused(server: StoreServer, store: StoreBackend) -
     assert put(store, 1)
 
 
-def test_a_client_that_dies_leaves_nothing(server: StoreServer, store: StoreBackend) -> None:
-    dying = RawClient(server.endpoint)
+def test_a_client_that_dies_leaves_nothing(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
+    dying = ends.raw(server.endpoint)
     assert dying.ask(wire.Put(1, NAME, len(CONTENT))) == wire.Answer(1, 1)
     assert dying.ask(wire.Part(1, 0), CONTENT[:1000]) == wire.Answer(1, 1000)
     dying.close()
@@ -211,9 +222,9 @@ def test_a_client_that_dies_leaves_nothing(server: StoreServer, store: StoreBack
     wait_for(fits)
 
 
-def test_a_client_that_reads_nothing_delays_no_other(server: StoreServer, store: StoreBackend) -> None:
+def test_a_client_that_reads_nothing_delays_no_other(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
     put(store, 1)
-    lazy = RawClient(server.endpoint, queued=1)
+    lazy = ends.raw(server.endpoint, queued=1)
     ranges = (wire.Range(NAME, 0, 100_000),) * 40
     for number in range(2 * MAX_WAITING):
         lazy.send(wire.Read(number, ranges))
@@ -223,7 +234,6 @@ def test_a_client_that_reads_nothing_delays_no_other(server: StoreServer, store:
     assert time.monotonic() - begin < 5
     # Its answers are bounded: the store does not keep all that it asked for.
     wait_for(lambda: server.refused >= 1)
-    lazy.close()
 
 
 def test_objects_that_were_used_least_recently_make_room(server: StoreServer, store: StoreBackend) -> None:
@@ -239,10 +249,10 @@ def test_objects_that_were_used_least_recently_make_room(server: StoreServer, st
         put(store, 6)
 
 
-def test_dropped_objects_are_loaded_from_the_disk(tmp_path: Path) -> None:
+def test_dropped_objects_are_loaded_from_the_disk(ends: Ends, tmp_path: Path) -> None:
     cache = ObjectCache(2 * len(CONTENT), FileBackend(tmp_path))
-    server = StoreServer(f"tcp://{ANY}", cache)
-    store = open_backend(server.endpoint)
+    server = ends.server(cache)
+    store = ends.store(server.endpoint)
     for number in range(6):
         put(store, number)
         wait_for(lambda number=number: cache.counters.written == number + 1)
@@ -256,13 +266,11 @@ def test_dropped_objects_are_loaded_from_the_disk(tmp_path: Path) -> None:
     assert not has(store, 0) and not file.exists() and put(store, 0)
     store.delete([name])
     assert not has(store, 0)
-    store.close()
-    server.close()
 
 
-def test_a_restarted_store_answers_the_same_client(tmp_path: Path) -> None:
-    server = StoreServer(f"tcp://{ANY}", ObjectCache(64 << 20, FileBackend(tmp_path)))
-    store = open_backend(server.endpoint)
+def test_a_restarted_store_answers_the_same_client(ends: Ends, tmp_path: Path) -> None:
+    server = ends.server(ObjectCache(64 << 20, FileBackend(tmp_path)))
+    store = ends.store(server.endpoint)
     for number in range(5):
         put(store, number)
     server.close()
@@ -270,18 +278,16 @@ def test_a_restarted_store_answers_the_same_client(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=server.endpoint):
         has(store, 1)
     with pytest.raises(StoreError, match="nothing listens"):
-        open_backend(server.endpoint)
+        ends.store(server.endpoint)
     assert time.monotonic() - begin < 4
-    again = StoreServer(server.endpoint, ObjectCache(64 << 20, FileBackend(tmp_path)))
+    ends.server(ObjectCache(64 << 20, FileBackend(tmp_path)), server.endpoint)
     assert all(has(store, number) for number in range(5)) and put(store, 7)
-    store.close()
-    again.close()
 
 
-def test_answers_may_come_in_another_order(tmp_path: Path) -> None:
+def test_answers_may_come_in_another_order(ends: Ends, tmp_path: Path) -> None:
     cache = ObjectCache(20 * len(CONTENT), FileBackend(tmp_path))
-    server = StoreServer(f"tcp://{ANY}", cache)
-    store = open_backend(server.endpoint)
+    server = ends.server(cache)
+    store = ends.store(server.endpoint)
     for number in range(30):
         put(store, number)
         wait_for(lambda number=number: cache.counters.written == number + 1)
@@ -290,38 +296,33 @@ def test_answers_may_come_in_another_order(tmp_path: Path) -> None:
     memories = [bytearray(len(CONTENT)) for _ in order]
     assert all(store.read([ReadRange(page(number)[0], 0, memoryview(memory)) for number, memory in zip(order, memories, strict=True)]))
     assert all(memory == page(number)[1] for number, memory in zip(order, memories, strict=True))
-    store.close()
-    server.close()
 
 
-def test_a_store_that_restarts_between_two_requests_is_not_noticed(server: StoreServer, store: StoreBackend) -> None:
+def test_a_store_that_restarts_between_two_requests_is_not_noticed(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
     put(store, 1)
     server.close()
-    again = StoreServer(server.endpoint, ObjectCache(64 << 20))
+    ends.server(endpoint=server.endpoint)
     assert not has(store, 1) and put(store, 1)
-    again.close()
 
 
-def test_keys_are_needed_by_both_ends(tmp_path: Path) -> None:
+def test_keys_are_needed_by_both_ends(ends: Ends, tmp_path: Path) -> None:
     keys, others = LinkKeys.generate(), LinkKeys.generate()
     keys.write(tmp_path / "keys")
     others.write(tmp_path / "others")
-    server = StoreServer(f"tcp://{ANY}", ObjectCache(64 << 20), keys)
-    store = open_backend(f"{server.endpoint}?keys={tmp_path}/keys")
+    server = ends.server(keys=keys)
+    store = ends.store(f"{server.endpoint}?keys={tmp_path}/keys")
     assert put(store, 1) and has(store, 1)
     for wrong in ("", f"?keys={tmp_path}/others"):
         with pytest.raises(StoreError, match="keys|lost|no answer"):
-            open_backend(server.endpoint + wrong)
+            ends.store(server.endpoint + wrong)
     (tmp_path / "keys").chmod(0o644)
     with pytest.raises(OptionError, match="give it mode 600"):
-        open_backend(f"{server.endpoint}?keys={tmp_path}/keys")
-    store.close()
-    server.close()
+        ends.store(f"{server.endpoint}?keys={tmp_path}/keys")
 
 
-def test_the_rate_limit_holds_and_clients_share_it() -> None:
-    server = StoreServer(f"tcp://{ANY}", ObjectCache(64 << 20), gbps=0.02)
-    stores = [TcpBackend(server.endpoint, None) for _ in range(2)]
+def test_the_rate_limit_holds_and_clients_share_it(ends: Ends) -> None:
+    server = ends.server(gbps=0.02)
+    stores = [ends.store(server.endpoint) for _ in range(2)]
     put(stores[0], 1)
     counts, until = [0, 0], time.monotonic() + 3
 
@@ -337,9 +338,6 @@ def test_the_rate_limit_holds_and_clients_share_it() -> None:
         thread.join()
     # 2.5 MB/s, and 50 ms of burst, and one message of each client.
     assert sum(counts) * len(CONTENT) < 2.5e6 * 4 and min(counts) > 0.6 * max(counts)
-    for store in stores:
-        store.close()
-    server.close()
 
 
 def test_large_objects_and_many_ranges_are_split(store: StoreBackend) -> None:
@@ -354,12 +352,10 @@ def test_large_objects_and_many_ranges_are_split(store: StoreBackend) -> None:
     assert filled == [True, False, True] and memories[0] == content[1:3_000_001] and memories[2] == content[17:]
 
 
-def test_a_long_listing_comes_in_pages() -> None:
+def test_a_long_listing_comes_in_pages(ends: Ends) -> None:
     cache = ObjectCache(64 << 20, check=lambda name, content: None)
     for number in range(wire.MAX_LISTED + 10):
         cache.store(f"{FORM.namespace}/{number:064x}", cache.reserve(1))
-    server = StoreServer(f"tcp://{ANY}", cache)
-    store = open_backend(server.endpoint)
+    server = ends.server(cache)
+    store = ends.store(server.endpoint)
     assert len({each.name for each in store.objects()}) == wire.MAX_LISTED + 10 == store.statistics().objects
-    store.close()
-    server.close()
