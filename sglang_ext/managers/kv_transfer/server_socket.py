@@ -9,7 +9,12 @@ from functools import partial
 
 import zmq
 
-from sglang_ext.managers.kv_transfer.endpoints import MOST_WAITING, LinkKeys, check_endpoint, listen
+from sglang_ext.managers.kv_transfer.endpoints import (
+    MOST_WAITING,
+    LinkKeys,
+    check_endpoint,
+    listen,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,18 @@ from sglang_ext.managers.kv_transfer.connection import ProtocolViolation
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import NetworkInterface
 from sglang_ext.managers.kv_transfer.server_socket import ServerSocket
-from sglang_ext.managers.kv_transfer.wire import Message, WireError, encode, version_mismatch
+from sglang_ext.managers.kv_transfer.wire import (
+    Message,
+    WireError,
+    encode,
+    version_mismatch,
+)
 from sglang_ext.managers.store_server import wire
-from sglang_ext.mem_cache.prefix_store.backend import StoredObject, StoreError, StoreStatistics
+from sglang_ext.mem_cache.prefix_store.backend import (
+    StoredObject,
+    StoreError,
+    StoreStatistics,
+)
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from sglang_ext.managers.kv_transfer.wire import MAX_FRAME_BYTES, Message, Reason, make_decoder
+from sglang_ext.managers.kv_transfer.wire import (
+    MAX_FRAME_BYTES,
+    Message,
+    Reason,
+    make_decoder,
+)
 from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, NAME
 
 VERSION = 1

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoredObject, StoreError, StoreStatistics
+from sglang_ext.mem_cache.prefix_store.backend import (
+    ReadRange,
+    StoredObject,
+    StoreError,
+    StoreStatistics,
+)
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
 

@@ -15,8 +15,17 @@ import torch
 
 from sglang_ext import store
 from sglang_ext.doctor import checks
-from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
-from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
+from sglang_ext.mem_cache.prefix_store.backend import (
+    StoreBackend,
+    StoreError,
+    open_backend,
+)
+from sglang_ext.mem_cache.prefix_store.objects import (
+    ObjectFormat,
+    StoredPage,
+    encode_object,
+    read_page,
+)
 
 FORM = ObjectFormat("a model", torch.bfloat16, layers=2, heads=2, head_dim=16, page_size=64, form="raw")
 

@@ -20,10 +20,19 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import MAX_MESSAGE_BYTES, Message, encode
 from sglang_ext.managers.store_server import wire
 from sglang_ext.managers.store_server.server import MAX_WAITING, StoreServer
-from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.backend import (
+    ReadRange,
+    StoreBackend,
+    StoreError,
+    open_backend,
+)
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
-from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object
+from sglang_ext.mem_cache.prefix_store.objects import (
+    ObjectFormat,
+    StoredPage,
+    encode_object,
+)
 
 FORM = ObjectFormat("a model", torch.float32, layers=2, heads=2, head_dim=64, page_size=64, form="raw")
 
