@@ -145,7 +145,7 @@ class StoreServer:
         cache, counts = self.cache, self.cache.counters
         disk = "" if cache.disk is None else f"; disk: {counts.written} written, {counts.loaded} loaded, {counts.lost} lost"
         return (
-            f"{len(cache)} objects, {cache.size / 1e9:.3f} of {cache.max_bytes / 1e9:.3f} GB of memory; {len(self._clients)} connections; "
+            f"{cache.num_objects} objects, {cache.size / 1e9:.3f} of {cache.max_bytes / 1e9:.3f} GB of memory; {len(self._clients)} connections; "
             f"since the start {counts.stored} stored, {counts.dropped} dropped, {self.found} ranges read, {self.missed} not found, "
             f"{counts.damaged} damaged, {self.refused} messages refused{disk}"
         )
@@ -180,7 +180,7 @@ class StoreServer:
     def _log_report(self) -> None:
         """Log what the store holds, if that changed."""
         counts = self.cache.counters
-        state = (len(self.cache), self.cache.size, counts.stored, counts.written, counts.loaded, self.found, self.missed, self.refused)
+        state = (self.cache.num_objects, self.cache.size, counts.stored, counts.written, counts.loaded, self.found, self.missed, self.refused)
         if state != self._reported:
             self._reported, self._refusal_logged = state, False
             logger.info("prefix store %s: %s", self.endpoint, self.report())

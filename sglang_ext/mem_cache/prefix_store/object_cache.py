@@ -85,7 +85,8 @@ class ObjectCache:
         if disk is not None:
             self._writer.start()
 
-    def __len__(self) -> int:
+    @property
+    def num_objects(self) -> int:
         """Number of objects in memory."""
         return len(self._objects)
 

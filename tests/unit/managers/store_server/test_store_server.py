@@ -265,7 +265,7 @@ def test_dropped_objects_are_loaded_from_the_disk(ends: Ends, tmp_path: Path) ->
     for number in range(6):
         put(store, number)
         wait_for(lambda number=number: cache.counters.written == number + 1)
-    assert len(cache) == 2 and store.count_run([page(number)[0] for number in range(6)]) == 6
+    assert cache.num_objects == 2 and store.count_run([page(number)[0] for number in range(6)]) == 6
     assert all(has(store, number) for number in range(6))
     assert not put(store, 0) and len(list(store.objects())) == 6
     name, _ = page(0)
