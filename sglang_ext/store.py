@@ -1,5 +1,6 @@
-"""Look at a prefix store, check it, and delete or copy its pages.
+"""Serve a prefix store, look at one, check it, and delete or copy its pages.
 
+    python -m sglang_ext.store serve --listen tcp://127.0.0.1:7100 --memory-gb 64 --disk /mnt/prefixes --disk-gb 500
     python -m sglang_ext.store list file:/mnt/prefixes
     python -m sglang_ext.store check redis://127.0.0.1:6379/0 --delete
     python -m sglang_ext.store prune file:/mnt/prefixes --max-gb 100
@@ -9,14 +10,22 @@ Servers may use the store meanwhile: they compute what they do not find.
 """
 
 import argparse
+import logging
+import signal
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
+from sglang_ext.managers.kv_transfer.wire import LinkError
+from sglang_ext.managers.store_server.server import StoreServer
 from sglang_ext.mem_cache.prefix_store.backend import (
     MAX_OBJECT_BYTES,
     ReadRange,
@@ -25,8 +34,12 @@ from sglang_ext.mem_cache.prefix_store.backend import (
     StoreError,
     open_backend,
 )
+from sglang_ext.mem_cache.prefix_store.file_backend import DEFAULT_MAX_BYTES, FileBackend
+from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
 from sglang_ext.tools import CommandError, exit_code
+
+logger = logging.getLogger(__name__)
 
 GB = 10**9
 NEVER = "-"
@@ -54,6 +67,15 @@ def parser() -> argparse.ArgumentParser:
     prune.add_argument("--namespace", help="delete all pages of this namespace, as `list` prints it")
     copy = add("copy", "copy all pages to another store, which keeps what it has")
     copy.add_argument("to", metavar="TO", help="URL of the other store")
+    text = "keep pages of many servers in memory, for --kv-store tcp://ADDRESS:PORT"
+    serve = commands.add_parser("serve", help=text, description=text)
+    serve.add_argument("--listen", required=True, metavar="tcp://ADDRESS:PORT", help="address of one interface; port 0 takes a free one")
+    text = "GB of 10^9 bytes of memory for pages; those used least recently are dropped"
+    serve.add_argument("--memory-gb", type=float, required=True, metavar="GB", help=text)
+    serve.add_argument("--disk", type=Path, metavar="FOLDER", help="folder that gets all pages, so that they survive a restart")
+    serve.add_argument("--disk-gb", type=float, metavar="GB", help=f"GB of 10^9 bytes that --disk may hold (default: {DEFAULT_MAX_BYTES // GB})")
+    serve.add_argument("--keys", type=Path, metavar="FILE", help="keys of python -m sglang_ext.link_keys, which beyond this machine are required")
+    serve.add_argument("--gbps", type=float, help="Gbit/s that the store sends at most")
     return made
 
 
@@ -68,6 +90,41 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
             raise CommandError(f"{args.url}: {error}") from error
 
     return exit_code("store", work, console) or codes[0]
+
+
+def serve_pages(args: argparse.Namespace, console: Console) -> int:
+    """Serve pages until SIGTERM or Ctrl-C. Returns 1 if an internal error ended the store."""
+    memory = psutil.virtual_memory().total
+    if not 0 < args.memory_gb * GB <= memory:
+        raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
+    if args.disk is None and args.disk_gb is not None:
+        raise CommandError("--disk-gb bounds --disk: pass --disk FOLDER, or leave it out")
+    if args.gbps is not None and not args.gbps >= 0.01:
+        raise CommandError(f"--gbps {args.gbps:g}: pass 0.01 or more, or leave it out")
+    # Installed first, so that an early signal ends the store cleanly, too.
+    stop = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: stop.set())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    disk_bytes = DEFAULT_MAX_BYTES if args.disk_gb is None else int(args.disk_gb * GB)
+    disk = None if args.disk is None else FileBackend(args.disk, disk_bytes)
+    cache = ObjectCache(int(args.memory_gb * GB), disk)
+    try:
+        keys = None if args.keys is None else LinkKeys.read(args.keys)
+        server = StoreServer(args.listen, cache, keys, args.gbps)
+    except LinkError as error:
+        cache.close()
+        raise CommandError(str(error)) from error
+    if keys is None:
+        logger.warning("prefix store: no --keys, so every user of this machine can read and change pages")
+    suffix = "" if keys is None else f"?keys={args.keys}"
+    console.print(f"prefix store: pass --kv-store '{server.endpoint}{suffix}' to servers", soft_wrap=True, markup=False, highlight=False)
+    while server.is_running and not stop.wait(1):
+        pass
+    is_running = server.is_running
+    server.close()
+    logger.info("prefix store %s has ended: %s", server.endpoint, server.report())
+    return 0 if is_running else 1
 
 
 def list_pages(args: argparse.Namespace, console: Console) -> int:
@@ -153,7 +210,7 @@ def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray |
             yield page, content
 
 
-COMMANDS = {"list": list_pages, "check": check_pages, "prune": prune_pages, "copy": copy_pages}
+COMMANDS = {"serve": serve_pages, "list": list_pages, "check": check_pages, "prune": prune_pages, "copy": copy_pages}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -273,8 +273,8 @@ TABLE: dict[str, Flag] = {
         ),
     ),
     "kv_store": Flag(
-        text="URL of a prefix store that servers share: file:FOLDER, redis://HOST:PORT/DATABASE, s3://BUCKET/PREFIX?endpoint=URL or "
-        "mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A prompt that begins with a stored "
+        text="URL of a prefix store that servers share: file:FOLDER, tcp://ADDRESS:PORT, redis://HOST:PORT/DATABASE, "
+        "s3://BUCKET/PREFIX?endpoint=URL or mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A prompt that begins with a stored "
         "prefix reads it, if that is faster than computing it.",
         group=SECTION_HOST, example="file:/mnt/prefixes", requires=(HAS_HOST_MEMORY,),
         conflicts=(

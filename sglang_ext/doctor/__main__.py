@@ -1,7 +1,7 @@
 """Checks whether this machine can serve with sglang-ext, and what is enabled.
 
-``python -m sglang_ext.doctor [--model M]`` prints a table with one line per check. A failing line shows the remedy. The exit code is 1 if a
-requirement is missing or unsupported, else 0.
+``python -m sglang_ext.doctor [--model M] [--kv-store URL]`` prints a table with one line per check. A failing line shows the remedy. The
+exit code is 1 if a requirement is missing or unsupported, else 0.
 """
 
 import argparse
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 CheckFunction = Callable[[], Check | Iterable[Check]]
 
 
-def checks_for(model: str | None, sglang: str | None, torch: str | None) -> dict[str, CheckFunction]:
+def checks_for(model: str | None, sglang: str | None, torch: str | None, store: str | None = None) -> dict[str, CheckFunction]:
     """All checks by name, in the order of the report. Checks that need SGLang or ``model`` are left out without them.
 
-    ``sglang`` and ``torch`` are the installed versions. None for a package that is not installed.
+    ``sglang`` and ``torch`` are the installed versions. None for a package that is not installed. ``store`` is the URL of a prefix store.
     """
     wanted: dict[str, CheckFunction] = {
         "Python": checks.check_python,
@@ -47,14 +47,15 @@ def checks_for(model: str | None, sglang: str | None, torch: str | None) -> dict
         if model is not None:
             read = cache(lambda: checks.read_model(model))
             wanted |= {"model": lambda: checks.check_model(model, read()), "kernels": lambda: checks.check_kernels(read())}
+    if store is not None:
+        wanted[checks.PREFIX_STORE] = lambda: checks.check_prefix_store(store)
     return wanted
 
 
 def examine(wanted: Mapping[str, CheckFunction]) -> list[Check]:
     """Run the checks. The last line says which ``--kv-mode`` values can be used."""
     lines = [line for name, check in wanted.items() for line in _guarded(name, check)]
-    # All modes work without cache ranks.
-    failed = [line.name for line in lines if not line.ok and line.name != checks.CACHE_RANKS]
+    failed = [line.name for line in lines if not line.ok and line.name not in checks.OPTIONAL]
     found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
     return [*lines, checks.make_check("kv modes", not failed, found, f"see {', '.join(failed)}")]
 
@@ -93,8 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
-    model = parser.parse_args(arguments).model
-    return report(examine(checks_for(model, checks.package_version("sglang"), checks.package_version("torch"))))
+    parser.add_argument("--kv-store", metavar="URL", help="a prefix store, as for --kv-store of a server; pages are written, read and deleted")
+    args = parser.parse_args(arguments)
+    return report(examine(checks_for(args.model, checks.package_version("sglang"), checks.package_version("torch"), args.kv_store)))
 
 
 if __name__ == "__main__":

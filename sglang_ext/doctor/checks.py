@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from sglang_ext.config import (
     options,
 )
 from sglang_ext.config.options import BACKEND
+from sglang_ext.core import OptionError
 from sglang_ext.hooks.activation import find_problem, is_patched_fork
 from sglang_ext.hooks.table import Hook, PrivateName
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
@@ -38,6 +40,8 @@ from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.objects import ObjectError, ObjectFormat, StoredPage, encode_object, read_page
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -46,9 +50,13 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "run `make install`, or `pip install -e .` in the environment that serves"
 PYTHON_VERSIONS = ((3, 11), (3, 12))
+STORE_PAGES = 16
+"""Pages of 2 MB that the check of a prefix store writes."""
 PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
 PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
-CACHE_RANKS = "cache ranks"
+CACHE_RANKS, PREFIX_STORE = "cache ranks", "prefix store"
+OPTIONAL = CACHE_RANKS, PREFIX_STORE
+"""Checks of what no ``--kv-mode`` needs."""
 RANKS_REMEDY = (
     "allow this user to start processes, to create anonymous memory (memfd_create) and sockets in TMPDIR; or serve without "
     "--kv-cache-ranks: tokens are then selected between steps, on a GPU on a second stream"
@@ -308,3 +316,54 @@ def describe_gpus() -> str:
 def _are_peers(first: int, second: int) -> bool:
     """Whether both GPUs can read the other's memory."""
     return torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
+
+
+def check_prefix_store(url: str) -> Check:
+    """Check that a prefix store holds pages: write some of its own, count them, read them and delete them. The line has the rates."""
+    try:
+        backend = open_backend(url)
+    except (OptionError, StoreError) as error:
+        remedy = "pass the URL of a store that runs; docs/features/prefix-store.md lists the forms"
+        return Check(PREFIX_STORE, False, f"{url}: {one_line(error)}", remedy)
+    form = ObjectFormat("sglang-ext doctor", torch.bfloat16, layers=32, heads=2, head_dim=128, page_size=64, form="raw")
+    pages = [StoredPage(form, os.urandom(32), 0) for _ in range(STORE_PAGES)]
+    try:
+        return Check(PREFIX_STORE, True, f"{url}: {_measure_store(backend, pages)}")
+    except (StoreError, ObjectError) as error:
+        return Check(PREFIX_STORE, False, f"{url}: {one_line(error)}", "start the store again, and give it more room; see its own log")
+    finally:
+        # A store that failed cannot delete either.
+        with suppress(StoreError):
+            backend.delete([page.name for page in pages])
+        backend.close()
+
+
+def _measure_store(backend: StoreBackend, pages: Sequence[StoredPage]) -> str:
+    """Write, count, read and delete pages. Returns the rates.
+
+    Raises:
+        StoreError: The store fails, or lacks what was written.
+        ObjectError: A page was not restored.
+    """
+    form, names = pages[0].form, [page.name for page in pages]
+    tensors = [torch.randn(form.page_size, form.heads, form.head_dim).to(form.dtype) for _ in range(form.tensors)]
+    objects = [encode_object(page, tensors) for page in pages]
+    size = sum(part.nbytes for parts in objects for part in parts)
+    begin = time.perf_counter()
+    for name, parts in zip(names, objects, strict=True):
+        backend.put(name, parts)
+    written = time.perf_counter()
+    found = backend.count_run(names)
+    if found < len(names):
+        raise StoreError(f"{len(names)} pages were written, and {found} are there: the store is full, or another program deletes its pages")
+    restored = [torch.empty_like(tensor) for tensor in tensors]
+    counted = time.perf_counter()
+    for page in pages:
+        read_page(backend, page, restored)
+    seconds = time.perf_counter() - counted
+    if not all(map(torch.equal, tensors, restored)):
+        raise StoreError("a page that was read differs from the one that was written")
+    backend.delete(names)
+    if backend.count_run(names):
+        raise StoreError("a page that was deleted is still there")
+    return f"writes {size / (written - begin) / 1e6:,.0f} MB/s, reads {size / seconds / 1e6:,.0f} MB/s with one thread"

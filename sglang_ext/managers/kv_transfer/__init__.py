@@ -6,6 +6,7 @@
     endpoints.py          addresses that links listen on, cleanup of stale sockets, and keys for links between machines
     outgoing_queue.py     the sender's rooms: order of frames, acknowledgements, retransmissions
     connection.py         one connection until it breaks, at either end, and parts that are partly received
+    server_socket.py      the socket of a server: who may connect, and calls of other threads
     link.py               the sender's end: a thread that reconnects when a connection breaks
     incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
     link_server.py        the receiver's end: one thread reads all links, another writes the parts

@@ -49,13 +49,16 @@ class Connection:
     After ``handshake_seconds`` libzmq retries the handshake. Methods that send or read raise :class:`BrokenConnection`: libzmq has given up
     the connection, or the data is not a message.
 
+    Args:
+        waits: Whether the connection waits for a receiver that does not listen yet. Otherwise it is broken then.
+
     Attributes:
         window: Bytes that may be in flight; 0 until the receiver has answered Hello.
         credit: Bytes that may be sent now.
         rate: Bytes per second that the receiver took recently.
     """
 
-    def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float) -> None:
+    def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float, waits: bool = True) -> None:
         self._endpoint = endpoint
         self._named_keys = "no keys" if keys is None else f"keys with the public part {keys.public.decode()}"
         self.socket = context.socket(zmq.DEALER)
@@ -66,7 +69,8 @@ class Connection:
         self.socket.ipv6 = "[" in endpoint
         if keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = keys.public, keys.secret, keys.public
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
+        refused = 0 if waits else zmq.EVENT_CONNECT_RETRIED
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES | refused)
         self.socket.connect(endpoint)
         # Times of the receiver's last message, and of the last ping to it.
         self.heard = self.pinged = time.monotonic()
@@ -101,7 +105,7 @@ class Connection:
         if not self.outstanding:
             self._idle_since = self.heard
 
-    def send_message(self, message: wire.FromSender) -> int:
+    def send_message(self, message: wire.Message) -> int:
         """Send a message. Return its bytes."""
         data = wire.encode(message)
         self._send(data)
@@ -111,11 +115,15 @@ class Connection:
         """Send bytes of a part without a copy. Return the total bytes, and a tracker that is done once libzmq has read them."""
         if not self.outstanding:
             self._taken_since += time.monotonic() - self._idle_since
-        head = wire.encode(frame)
-        self._send(head, zmq.SNDMORE)
-        tracker = self.socket.send(payload, copy=False, track=True)
+        size, tracker = self.send_payload(frame, payload)
         self.credit -= len(payload) + FRAME_OVERHEAD
-        return len(head) + len(payload), tracker
+        return size, tracker
+
+    def send_payload(self, message: wire.Message, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
+        """Send a message, and bytes without a copy in a second frame. See :meth:`send_frame` for the result."""
+        head = wire.encode(message)
+        self._send(head, zmq.SNDMORE)
+        return len(head) + len(payload), self.socket.send(payload, copy=False, track=True)
 
     def _send(self, data: bytes, flags: int = 0) -> None:
         # After a permanently failed handshake there is no peer, and a blocking send would wait forever.
@@ -141,7 +149,10 @@ class Connection:
 
     def read_event(self) -> None:
         """Raise :class:`BrokenConnection` with the reason of libzmq's event of a lost connection."""
-        if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
+        event = parse_monitor_message(self.monitor.recv_multipart())["event"]
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            raise BrokenConnection(f"nothing listens on {self._endpoint}")
+        if event & _FAILED_HANDSHAKES:
             raise BrokenConnection(
                 f"no handshake: this side has {self._named_keys}, the receiver has other keys or none; give both the same key file"
             )

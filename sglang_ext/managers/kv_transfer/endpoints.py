@@ -100,16 +100,19 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
         raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same key file, or stay on loopback")
 
 
-def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
+def listen(
+    context: zmq.Context, endpoint: str, keys: LinkKeys | None, most_waiting: int = MOST_WAITING
+) -> tuple[zmq.Socket, zmq.Socket | None]:
     """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
 
-    Port 0 takes a free port. If the endpoint is in use, ``context`` is destroyed and :class:`LinkError` is raised.
+    libzmq queues at most ``most_waiting`` messages to one peer, or from one. Port 0 takes a free port. If the endpoint is in use,
+    ``context`` is destroyed and :class:`LinkError` is raised.
     """
     zap = None
     socket = context.socket(zmq.ROUTER)
     # A message is only started if it can be completed. Peers that do not read are dropped.
     socket.router_mandatory = True
-    socket.set_hwm(MOST_WAITING)
+    socket.set_hwm(most_waiting)
     socket.linger, socket.maxmsgsize = 0, wire.MAX_MESSAGE_BYTES
     socket.ipv6 = "[" in endpoint
     try:

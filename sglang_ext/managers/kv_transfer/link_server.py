@@ -8,10 +8,8 @@ An invalid or unexpected message ends its connection, never the thread. The send
 """
 
 import logging
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,9 +19,10 @@ import zmq
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.connection import ProtocolViolation, ReceivedPart, SenderConnection
-from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint, listen
+from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.incoming_rooms import IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
+from sglang_ext.managers.kv_transfer.server_socket import ServerSocket
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, stream_label
 from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, LinkError, LinkSettings, PageHeader, RoomShape, settings_mismatch, version_mismatch
 
@@ -56,22 +55,15 @@ class LinkServer:
         take: Callable[[int], bytearray | np.ndarray] = bytearray,
         metrics: LinkMetrics = LinkMetrics(),
     ) -> None:
-        check_endpoint(endpoint, keys)
         self._metrics = metrics
-        self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
+        self._settings, self._limits, self._take_memory = settings, limits, take
         # A sender of residuals can continue with these grants alone.
         self._most_ungranted = min(limits.window_bytes // GRANTS, limits.residual_bytes // GRANTS_OF_RESIDUALS)
-        self._context = zmq.Context()
-        self._socket, self._zap = listen(self._context, endpoint, keys)
-        self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
-        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Guards the data that other threads pass to the thread.
-        self._lock = threading.Lock()
-        self.rooms = IncomingRooms(self.endpoint, limits.finished_rooms, partial(self._call, self._tell), metrics)
+        self._socket = ServerSocket(endpoint, keys)
+        self.endpoint = self._socket.endpoint
+        self.rooms = IncomingRooms(self.endpoint, limits.finished_rooms, partial(self._socket.call, self._tell), metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
-        # Calls that other threads leave to the thread.
-        self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
         # Used by the server's thread only.
         self._peers: dict[bytes, SenderConnection] = {}
@@ -84,22 +76,10 @@ class LinkServer:
     def close(self, timeout: float = 5.0) -> None:
         """End all rooms and the thread. Wait for the thread at most ``timeout`` seconds."""
         self.rooms.close()
-        with self._lock:
-            self._closing = True
-            self._notify()
+        self._closing = True
+        self._socket.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Let the thread call a function. Called from any thread."""
-        with self._lock:
-            self._calls.append(partial(function, *arguments))
-            self._notify()
-
-    def _notify(self) -> None:
-        """Wake the thread if it has not ended. The caller holds the lock."""
-        if self._wake is not None:
-            os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         reason = "the receiver closed its links"
@@ -113,35 +93,19 @@ class LinkServer:
             self.rooms.fail(room, reason)
         for address in list(self._peers):
             self._drop_connection(address)
-        self._context.destroy(0)
+        self._socket.close()
         self._reader.shutdown()
         # All rooms have ended, so queued writes are dropped. A sink that closes the server does not wait for itself.
         self._writer.shutdown(wait=False)
-        with self._lock:
-            os.close(self._wake)
-            self._wake = None
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._zap, self._wake):
-            if source is not None:
-                poller.register(source, zmq.POLLIN)
         checked = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(1000 * (POLL_SECONDS if self._to_grant else CHECK_SECONDS)))
-            if not ready:
-                # No message arrived for a moment.
+            if not self._socket.wait(POLL_SECONDS if self._to_grant else CHECK_SECONDS):
                 for address in list(self._to_grant):
                     self._grant(self._peers[address])
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if self._zap in ready:
-                refused = self._keys.answer_zap(self._zap)
-                if refused is not None:
-                    logger.error("%s refused a connection from %s: its keys differ", self.endpoint, refused)
             drained = self._read_messages()
-            while self._calls:
-                self._calls.popleft()()
+            self._socket.run_calls()
             now = time.monotonic()
             # Reading may have taken long: a sender is silent only if all messages were read.
             if drained and now - checked > CHECK_SECONDS:
@@ -151,20 +115,11 @@ class LinkServer:
     def _read_messages(self) -> bool:
         """Read and handle some messages. Return whether all were read."""
         for _ in range(MAX_IN_A_ROW):
-            try:
-                address, *frames = self._receive()
-            except zmq.Again:
+            received = self._socket.receive()
+            if received is None:
                 return True
-            self._handle(address.bytes, frames)
+            self._handle(*received)
         return False
-
-    def _receive(self) -> list[zmq.Frame]:
-        """Return the address and up to three frames of a message. A message with more than two is invalid."""
-        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frame = self._socket.recv(copy=False)
-            frames = frames[:3] + [frame]
-        return frames
 
     def _handle(self, address: bytes, frames: list[zmq.Frame]) -> None:
         peer = self._peers.get(address)
@@ -290,7 +245,7 @@ class LinkServer:
         except Exception:
             logger.exception("a part of room %d cannot be written", state.number)
             self.rooms.fail(state, "an internal error ended it; the receiver's log has it")
-        self._call(self._report_written, peer, header, reply)
+        self._socket.call(self._report_written, peer, header, reply)
 
     def _report_written(self, peer: SenderConnection, header: PageHeader, reply: wire.Acked | wire.Retransmit | None) -> None:
         """Acknowledge a part that the writer has finished, unless its room has ended (None), and send grants that waited for it."""
@@ -351,10 +306,6 @@ class LinkServer:
             self._metrics.add("kv_links", -1)
 
     def _send(self, address: bytes, message: wire.FromReceiver) -> None:
-        try:
-            self._socket.send_multipart([address, wire.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+        if not self._socket.send(address, wire.encode(message)):
             # The peer is gone, or does not read. It sends Hello when it is back.
             self._drop_connection(address)

@@ -118,12 +118,15 @@ def check_name(name: str) -> str:
 
 
 BACKENDS = {
-    "file": ("file:FOLDER", "file_backend.FileBackend"),
-    "redis": ("redis://HOST:PORT/DATABASE", "redis_backend.RedisBackend"),
-    "mooncake": ("mooncake://MASTER:PORT", "mooncake_backend.MooncakeBackend"),
-    "s3": ("s3://BUCKET/PREFIX?endpoint=URL", "s3_backend.S3Backend"),
+    "file": ("file:FOLDER", "mem_cache.prefix_store.file_backend.FileBackend"),
+    "tcp": ("tcp://ADDRESS:PORT?keys=FILE", "managers.store_server.tcp_backend.TcpBackend"),
+    "redis": ("redis://HOST:PORT/DATABASE", "mem_cache.prefix_store.redis_backend.RedisBackend"),
+    "mooncake": ("mooncake://MASTER:PORT", "mem_cache.prefix_store.mooncake_backend.MooncakeBackend"),
+    "s3": ("s3://BUCKET/PREFIX?endpoint=URL", "mem_cache.prefix_store.s3_backend.S3Backend"),
 }
-"""For each scheme of a URL the form of its URLs, and the class of the backend. A class and its library are imported if a URL needs them."""
+"""For each scheme of a URL the form of its URLs, and the class of the backend, which is imported if a URL needs it.
+
+So this module imports no library of a store, and nothing above it."""
 
 
 def check_url(url: str) -> None:
@@ -145,4 +148,4 @@ def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
     """
     check_url(url)
     _, name = BACKENDS[url.partition(":")[0]]
-    return pkgutil.resolve_name(f"sglang_ext.mem_cache.prefix_store.{name}").from_url(url, max_bytes)
+    return pkgutil.resolve_name(f"sglang_ext.{name}").from_url(url, max_bytes)

@@ -129,6 +129,14 @@ class FileBackend:
                 return count
         return len(names)
 
+    def size(self, name: str) -> int | None:
+        """Bytes of an object. None if it is not in the folder."""
+        path = self._path(name)
+        try:
+            return path.lstat().st_size if _is_object(path) else None
+        except FileNotFoundError:
+            return None
+
     def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
         """Fill the memory of each range."""
         return [self._read(each) for each in ranges]

@@ -16,7 +16,10 @@ import torch
 from store_servers import free_port, redis_server, running, small_disk
 
 from sglang_ext.core import OptionError
+from sglang_ext.managers.store_server.server import StoreServer
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
+from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
 
 SPACE = "0123456789abcdef"
@@ -70,6 +73,15 @@ def s3_url(folder: Path) -> Iterator[str]:
         yield f"s3://prefixes/a/b?endpoint=http://127.0.0.1:{port}"
 
 
+@contextmanager
+def tcp_url(folder: Path) -> Iterator[str]:
+    # The objects of these tests are random bytes, so they are not checked on arrival.
+    cache = ObjectCache(100 << 20, FileBackend(folder / "disk"), check=lambda name, content: None)
+    server = StoreServer("tcp://127.0.0.1:0", cache)
+    yield server.endpoint
+    server.close()
+
+
 MEMORY_OF_A_HOST = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
@@ -97,8 +109,8 @@ def mooncake_url(folder: Path) -> Iterator[str]:
             host.wait()
 
 
-URLS: dict[str, Callable] = {"file": file_url, "redis": redis_url, "s3": s3_url, "mooncake": mooncake_url}
-LISTED = ("file", "redis", "s3")
+URLS: dict[str, Callable] = {"file": file_url, "tcp": tcp_url, "redis": redis_url, "s3": s3_url, "mooncake": mooncake_url}
+LISTED = ("file", "tcp", "redis", "s3")
 """Backends that can list their objects."""
 
 
@@ -232,11 +244,18 @@ def test_names_that_are_no_hashes_are_refused(store: StoreBackend, bad: str) -> 
             use()
 
 
+BAD_TCP = (
+    *("tcp://", "tcp://127.0.0.1", "tcp://localhost:1", "tcp://*:1", "tcp://0.0.0.0:1", "tcp://192.0.2.1:1", "tcp://127.0.0.1:1/x"),
+    *("tcp://127.0.0.1:1?key=x", "tcp://127.0.0.1:1?keys=missing"),
+)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         *("", "ftp://host/x", "file:", "file://host/folder", "file:/x?max-gb=many", "file:/x?max-gb=-1", "file:/x?size=1"),
         *("s3://", "s3://b?endpoint=ftp://x", "s3://b?region=x", "mooncake://", "mooncake://m?protocol=udp"),
+        *BAD_TCP,
     ],
 )
 def test_malformed_urls_are_refused_with_the_allowed_form(bad: str) -> None:
@@ -244,7 +263,7 @@ def test_malformed_urls_are_refused_with_the_allowed_form(bad: str) -> None:
         open_backend(bad)
 
 
-@pytest.mark.parametrize("unbounded", ["redis://127.0.0.1:1/0", "s3://bucket", "mooncake://127.0.0.1:1"])
+@pytest.mark.parametrize("unbounded", ["tcp://127.0.0.1:1", "redis://127.0.0.1:1/0", "s3://bucket", "mooncake://127.0.0.1:1"])
 def test_stores_that_bound_themselves_take_no_bound(unbounded: str) -> None:
     with pytest.raises(OptionError, match="cannot be bounded from here"):
         open_backend(unbounded, 10**9)
