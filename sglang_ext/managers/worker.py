@@ -112,7 +112,7 @@ class KVWorker(BaseSpecWorker):
         for feature in self.features:
             feature.on_graphs_captured(self)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
         """Create the compressed KV cache and the decode loop. SGLang has created the prefix tree, and serves no request yet.
 
