@@ -21,7 +21,9 @@ from sglang_ext.hooks import activation as hooking
 
 @dataclasses.dataclass
 class CheckedServerArgs(KVServerArgs):
-    """Server arguments that are parsed, checked and resolved. In mode ``full``, the default, only flags of ``progressive`` transfers are checked.
+    """Server arguments that are parsed, checked and resolved.
+
+    In mode ``full``, the default, only flags of host memory, of a prefix store, and of ``progressive`` transfers are checked.
 
     Raises:
         OptionError: A flag is out of range, unknown or cannot be combined, or the model is not supported. The message names the value, the
@@ -53,10 +55,10 @@ class CheckedServerArgs(KVServerArgs):
         from sglang_ext import flag_checks
 
         flag_checks.check_flags(self)
-        if self.kv_mode == "full":
+        if not options.has_own_tree(self):
             super().__post_init__()
             return
-        prepare_speculation(self)
+        prepare(self)
         try:
             super().__post_init__()
         except OSError as error:
@@ -67,7 +69,8 @@ class CheckedServerArgs(KVServerArgs):
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        hooking.activate_frontend(self.kv_mode)
+        if self.kv_mode != "full":
+            hooking.activate_frontend(self.kv_mode)
 
     def check_lora_server_args(self) -> None:
         """SGLang's check. Of all speculative algorithms it allows LoRA with NGRAM only."""
@@ -80,14 +83,16 @@ class CheckedServerArgs(KVServerArgs):
         self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
 
 
-def prepare_speculation(args: KVServerArgs) -> None:
-    """Set SGLang's options for its own registries: speculative algorithm and radix cache backend."""
+def prepare(args: KVServerArgs) -> None:
+    """Set SGLang's options for its own registries: the radix cache backend and, except in mode ``full``, the speculative algorithm."""
+    args.radix_cache_backend = RADIX_CACHE_BACKEND
+    if args.kv_mode == "full":
+        return
     on_gpu = args.device in (None, "cuda") and torch.cuda.is_available()
     args.speculative_algorithm = SPECULATIVE_ALGORITHM
     args.speculative_num_steps = options.max_pending_drafts(args)
     args.speculative_eagle_topk = 1
     args.speculative_num_draft_tokens = args.speculative_num_steps + 1
-    args.radix_cache_backend = RADIX_CACHE_BACKEND
     if args.enable_lora or args.lora_paths:
         # Adapters are prepared for each forward of a step or of a verification.
         args.disable_cuda_graph = True

@@ -48,12 +48,12 @@ class Mark:
     seconds: float = 0.0
 
     @classmethod
-    def now(cls, device: torch.device) -> "Mark":
-        """Set a mark after the work that was launched so far."""
+    def now(cls, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> "Mark":
+        """Set a mark after the work that was launched on ``stream`` so far, by default the current one."""
         if device.type != "cuda":
             return cls(seconds=time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream)
         return cls(event)
 
     @property

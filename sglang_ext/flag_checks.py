@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from sglang_ext.config import disaggregation_options, method_options, model_folder, model_options, options, selection_options
-from sglang_ext.config.combinations import BACKEND_OPTION, HAS_PROGRESSIVE_TRANSFER
+from sglang_ext.config.combinations import BACKEND_OPTION, FULL_MODE, HAS_PROGRESSIVE_TRANSFER
 from sglang_ext.config.flags import FLAGS
 from sglang_ext.config.rules import IS_NOT_FULL_MODE, KVServerArgs, option, render_text, round_up
 from sglang_ext.core import MIN_CONTEXT, OptionError
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def check_flags(args: KVServerArgs) -> None:
     """Refuse wrong values and combinations (``OptionError``), and set open values, before SGLang resolves its options.
 
-    With mode full, only flags of transfers are checked.
+    With mode full, only flags of host memory, of a prefix store, and of transfers are checked.
     """
     in_scope = [flag for flag in FLAGS if flag.scope.holds(args)]
     for flag in in_scope:
@@ -45,8 +45,11 @@ def check_flags(args: KVServerArgs) -> None:
         selection_options.resolve_selection(args)
         method_options.resolve_methods(args)
         method_options.resolve_head_budgets(args)
-        if args.kv_store is not None:
-            check_url(args.kv_store)
+    elif options.has_own_tree(args):
+        for refusal in FULL_MODE:
+            refusal.check(args, f"--kv-host-gb {args.kv_host_gb:g}", ", or leave --kv-host-gb out")
+    if args.kv_store is not None:
+        check_url(args.kv_store)
     # Flags without an effect are logged in one line for each reason.
     ignored: dict[tuple[str, str], list[str]] = {}
     for flag in FLAGS:
@@ -69,13 +72,32 @@ def check_device(args: KVServerArgs) -> None:
 
 
 def check_resolved(args: KVServerArgs) -> None:
-    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options. Set those of a prefix store.
+    """Refuse backends, models and SGLang versions that cannot be served, after SGLang resolved its options. Set those of host memory and a store.
 
     Raises ``OptionError`` for an option, a model or a host with too little memory, ``HookError`` if a hooked function has other parameters.
     """
+    from sglang_ext.mem_cache.host_tier import host_memory
+
+    if args.kv_mode == "full":
+        model_options.check_full_mode(args)
+    else:
+        _check_compression(args)
+    if args.kv_host_gb:
+        # Before weights are loaded: otherwise the same refusal would come minutes later.
+        _check_least_host_memory(args)
+        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
+    if options.has_prefix_store(args):
+        _check_store_pages(args)
+        # The scheduler then asks the prefix tree for stored pages, as it does with HiCache.
+        args.override("sglang_ext.kv_store", hicache_storage_backend=options.STORAGE_BACKEND)
+    if args.kv_mode == "full" and args.device == "cuda":
+        _leave_staging_memory(args)
+
+
+def _check_compression(args: KVServerArgs) -> None:
+    """Check what mode verified and lossy need."""
     from sglang_ext.hooks import frontend
     from sglang_ext.managers import served_methods
-    from sglang_ext.mem_cache.host_tier import host_memory
 
     check_device(args)
     model_options.check_model(args)
@@ -88,14 +110,18 @@ def check_resolved(args: KVServerArgs) -> None:
     _check_sparse_from(args)
     _check_chunks(args)
     _warn_of_short_contexts(args)
-    if args.kv_host_gb:
-        # Before weights are loaded: otherwise the same refusal would come minutes later.
-        _check_least_host_memory(args)
-        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_per_host(args))
-    if options.has_prefix_store(args):
-        _check_store_pages(args)
-        # The scheduler then asks the prefix tree for stored pages, as it does with HiCache.
-        args.override("sglang_ext.kv_store", hicache_storage_backend=options.STORAGE_BACKEND)
+
+
+def _leave_staging_memory(args: KVServerArgs) -> None:
+    """Leave memory for the buffers through which KV is copied. Without a worker of ours, nothing reserves it when SGLang sizes its pool."""
+    from sglang.srt.utils import get_device_memory_capacity
+
+    from sglang_ext.mem_cache.host_tier.tier import MOST_STAGING
+
+    mebibytes = get_device_memory_capacity(args.device)
+    if mebibytes and args.mem_fraction_static is not None:
+        share = 2 * MOST_STAGING / (mebibytes * 2**20)
+        args.override("sglang_ext.kv_host_gb", mem_fraction_static=round(args.mem_fraction_static - share, 4))
 
 
 def _check_store_pages(args: KVServerArgs) -> None:

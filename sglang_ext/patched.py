@@ -6,8 +6,7 @@ The fork's ``ServerArgs`` has the flags itself, so that :class:`~sglang_ext.argu
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext import flag_checks
-from sglang_ext.arguments import prepare_speculation
+from sglang_ext import arguments, flag_checks
 from sglang_ext.config import options
 from sglang_ext.core import HookError
 from sglang_ext.hooks.table import HOOKS, Hook
@@ -18,24 +17,25 @@ if TYPE_CHECKING:
 
 
 def prepare(args: "ServerArgs") -> None:
-    """Check the flags and set SGLang's own, before SGLang resolves its options. Called if a mode or our transfer backend is requested.
+    """Check the flags and set SGLang's own, before SGLang resolves its options. Called if a mode, host memory or our transfer backend is requested.
 
     Raises ``OptionError`` for a refused flag, ``HookError`` if a function that the backend needs is not marked in the fork.
     """
     flag_checks.check_flags(args)
     if options.has_progressive_transfer(args):
         _check_marks(TRANSFER_HOOKS, f"--disaggregation-transfer-backend {options.BACKEND}")
-    if args.kv_mode != "full":
-        prepare_speculation(args)
+    if options.has_own_tree(args):
+        arguments.prepare(args)
 
 
 def check(args: "ServerArgs") -> None:
-    """Check the backend, the model and the fork's hook marks, after SGLang resolved its options.
+    """Check the backend, the model and the fork's hook marks, after SGLang resolved its options. Called unless SGLang's own prefix tree serves.
 
     Raises ``OptionError`` if one is not supported, ``HookError`` if a function is not marked in the fork.
     """
     flag_checks.check_resolved(args)
-    _check_marks(HOOKS, f"--kv-mode {args.kv_mode}")
+    if args.kv_mode != "full":
+        _check_marks(HOOKS, f"--kv-mode {args.kv_mode}")
 
 
 def _check_marks(needed: tuple[Hook, ...], asked: str) -> None:

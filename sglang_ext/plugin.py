@@ -1,7 +1,7 @@
 """The plugin's only entry point: SGLang calls :func:`register` in each process it starts.
 
 It adds sglang-ext to SGLang's registries (arguments, speculative algorithm, radix cache backend, transfer backend). Nothing uses
-these entries without ``--kv-mode`` or ``--disaggregation-transfer-backend progressive``.
+these entries without ``--kv-mode``, ``--kv-host-gb`` or ``--disaggregation-transfer-backend progressive``.
 """
 
 import sys
@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 from sglang_ext.hooks import activation as hooking, table, transfer_table
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
@@ -46,14 +50,23 @@ def register_backends() -> None:
     if get_spec(SPECULATIVE_ALGORITHM) is None:
         SpeculativeAlgorithm.register(SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm)(worker_class)
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
-        register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
+        register_radix_cache_backend(RADIX_CACHE_BACKEND, create_tree)
     register_transfer_backend()
 
 
-def _radix_cache(context) -> object:
+@exit_on_refusal
+def create_tree(context: "TreeCacheBuildContext") -> "TieredRadixCache":
+    """Create the prefix tree of a scheduler, with all that is attached to it. SGLang calls it before the server is ready."""
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-    return TieredRadixCache(context.params)
+    args, worker, tree = context.server_args, context.tp_worker, TieredRadixCache(context.params)
+    if args.kv_mode != "full":
+        worker.kv_worker.bind_tree_cache(tree)
+    elif args.kv_host_gb:
+        from sglang_ext.managers.full_mode import attach_storage
+
+        attach_storage(tree, args, worker.model_runner)
+    return tree
 
 
 def register_transfer_backend() -> None:

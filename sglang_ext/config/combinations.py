@@ -5,6 +5,7 @@ from sglang_ext.config import selection_options as selection
 from sglang_ext.config.disaggregation_options import ROLES, quantized_transfer_settings
 from sglang_ext.config.method_options import drop_methods
 from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
+from sglang_ext.core import RADIX_CACHE_BACKEND
 from sglang_ext.mem_cache.compressors import catalogue
 
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
@@ -70,6 +71,7 @@ NEEDS_ONLINE_METHOD = Condition(
 )
 
 OF_HOST = "use --kv-host-gb for KV in host memory"
+LAYERS_APART = "KV is copied from a pool that stores each layer's tokens one after another"
 LAYOUT = "compressed KV needs a pool that stores each layer's tokens one after another"
 IDLE = "its tree would be unused beside the one that accounts for compressed slots"
 RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
@@ -184,6 +186,43 @@ REFUSALS: tuple[Refusal, ...] = (
     refuse_if_set("enable_return_indexer_topk", "models with an indexer are not served"),
 )
 """Options that cannot be combined with a compressed KV cache."""
+
+NOT_OURS = "it has a prefix tree of its own, and KV in host memory needs ours"
+FULL_MODE: tuple[Refusal, ...] = (
+    Refusal(
+        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), NOT_OURS, "leave it out"
+    ),
+    *(refuse_if_set(name, NOT_OURS) for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")),
+    *(refuse_env_var(name, NOT_OURS) for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")),
+    Refusal(
+        "--hicache-storage-backend", lambda args: args.hicache_storage_backend not in (None, options.STORAGE_BACKEND),
+        "it is part of --enable-hierarchical-cache, which has a prefix tree of its own", "pass --kv-store instead",
+    ),
+    Refusal(
+        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "a quantized cache in host memory is untested",
+        "use --kv-cache-dtype auto",
+    ),
+    *(refuse_if_set(name, LAYERS_APART) for name in ("enable_page_major_kv_layout", "enable_unified_memory")),
+    refuse_env_var("SGLANG_USE_HND_KVCACHE", LAYERS_APART),
+    refuse_env_var("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would take the memory of the buffers through which KV is copied"),
+    refuse_if_set("enable_hisparse", "it moves KV to host memory itself"),
+    Refusal("--kv-canary", lambda args: args.kv_canary != "none", "it reads SGLang's own prefix tree", "leave it out"),
+    *(refuse_if_set(name, "a session keeps slots beyond a request") for name in ("enable_streaming_session", "enable_session_radix_cache")),
+    Refusal(
+        "--speculative-algorithm", lambda args: args.speculative_algorithm is not None,
+        "a draft model's KV is not stored, so that it would draft without a part of its context",
+        "leave it out, or use --kv-mode verified, which drafts without a draft model",
+    ),
+    Refusal("--decoupled-spec-role", lambda args: args.decoupled_spec_role != "null", "a drafter's KV is not stored", "leave it out"),
+    refuse_if_set("dllm_algorithm", "diffusion models have no autoregressive KV"),
+    at_most_one("dp_size", "data parallelism is untested"),
+    at_most_one("pp_size", "a page of KV has all layers"),
+    *(at_most_one(name, RANKS) for name in ("attn_cp_size", "dcp_size", "moe_dp_size", "dwdp_size")),
+    refuse_if_set("enable_prefill_cp", RANKS),
+    refuse_if_set("enable_pdmux", "its forwards run on several streams, and copies of KV wait for one"),
+    refuse_if_set("use_ray", "its actors start schedulers without plugins"),
+)
+"""Options that cannot be combined with ``--kv-host-gb`` in mode full."""
 
 PREFILL_CONFLICTS = (
     Refusal(

@@ -14,7 +14,7 @@ from sglang_ext.config.combinations import (
     BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_HOST_MEMORY, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD,
     HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR, HAS_STORE, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
-from sglang_ext.config.rules import Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
+from sglang_ext.config.rules import ANY_MODE, Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
 from sglang_ext.core import DEFAULT_BUDGET, MIN_CONTEXT
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
@@ -38,8 +38,8 @@ def _has_no_quantizer(args: KVServerArgs) -> bool:
 
 TABLE: dict[str, Flag] = {
     "kv_mode": Flag(
-        text="full: stock SGLang. verified: draft on compressed KV and verify on full KV, with the outputs of full. lossy: decode "
-        "on compressed KV alone.",
+        text="full: stock SGLang; with --kv-host-gb also host memory and a prefix store. verified: draft on compressed KV and verify on full "
+        "KV, with the outputs of full. lossy: decode on compressed KV alone.",
         group=SECTION_MODE, values=options.MODES, conflicts=combinations.REFUSALS,
     ),
     "kv_compressor": Flag(
@@ -261,8 +261,8 @@ TABLE: dict[str, Flag] = {
         text="Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that do not fit the device. It is "
         "loaded, and its checksums compared, when a prompt begins with such a prefix. With --kv-compressor lynx alone and --page-size "
         "64, a load of packed tokens only transfers the residual of the compressed KV on the device: 7 bits per bfloat16 number. 0: "
-        "none.",
-        group=SECTION_HOST, values=(Range(0, unit="GB", integers_only=False),), example=16,
+        "none. In mode full it replaces SGLang's prefix tree, and decoding stays SGLang's.",
+        group=SECTION_HOST, values=(Range(0, unit="GB", integers_only=False),), example=16, scope=ANY_MODE,
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
@@ -274,12 +274,16 @@ TABLE: dict[str, Flag] = {
     ),
     "kv_store": Flag(
         text="URL of a prefix store that servers share: file:FOLDER, tcp://ADDRESS:PORT, redis://HOST:PORT/DATABASE, "
-        "s3://BUCKET/PREFIX?endpoint=URL or mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A prompt that begins with a stored "
-        "prefix reads it, if that is faster than computing it.",
-        group=SECTION_HOST, example="file:/mnt/prefixes", requires=(HAS_HOST_MEMORY,),
+        "s3://BUCKET/PREFIX?endpoint=URL or mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A "
+        "prompt that begins with a stored prefix reads it, if that is faster than computing it. Servers of all modes share a store.",
+        group=SECTION_HOST, example="file:/mnt/prefixes", scope=ANY_MODE, requires=(HAS_HOST_MEMORY,),
         conflicts=(
             Refusal(
-                "--kv-prefill quantized", lambda args: args.kv_prefill == options.QUANTIZED,
+                "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
+                "a server that only decodes computes no prompts, and keeps no prefixes", "pass it to the prefill server",
+            ),
+            Refusal(
+                "--kv-prefill quantized", lambda args: args.kv_mode != "full" and args.kv_prefill == options.QUANTIZED,
                 "prompts attend to quantized KV, so their KV is not that of other servers", "pass --kv-prefill exact",
             ),
         ),
@@ -288,7 +292,7 @@ TABLE: dict[str, Flag] = {
         text="Form of the pages that are written to --kv-store. raw: unchanged. anchored: a 4-bit anchor and the remaining bits, about "
         "three quarters of the bytes of bfloat16; encoding and decoding take a core for each 20 MB per second. Servers share pages of "
         "one form only.",
-        group=SECTION_HOST, values=("raw", "anchored"), requires=(HAS_STORE,),
+        group=SECTION_HOST, values=("raw", "anchored"), scope=ANY_MODE, requires=(HAS_STORE,),
     ),
     "kv_full_tier": Flag(
         text="Where full KV of running requests is stored. device: on the device. host: in host memory, loaded for each verification. "

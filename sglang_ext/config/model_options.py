@@ -43,8 +43,32 @@ def check_model(args: KVServerArgs) -> None:
         )
 
 
+def check_full_mode(args: KVServerArgs) -> None:
+    """Refuse devices and models (``OptionError``) whose KV is not stored in host memory in mode full, after SGLang resolved its defaults."""
+    leave = "Leave --kv-host-gb out"
+    reason = unsupported_kv_reason(args.get_model_config())
+    if reason is not None:
+        raise OptionError(
+            f"--model-path {args.model_path}: {reason}; --kv-host-gb serves decoder-only text models with multi-head, grouped-query or "
+            f"multi-query attention over the whole context. {leave} for this model."
+        )
+    if args.device not in ("cpu", "cuda"):
+        raise OptionError(f"--device is {args.device}; --kv-host-gb copies KV on cpu and cuda. {leave}.")
+    if args.disable_radix_cache:
+        raise OptionError(f"SGLang has disabled the prefix cache with these options; --kv-host-gb stores the KV of prefixes. {leave}.")
+
+
 def unsupported_model_reason(config: object) -> str | None:
     """Why a model, with SGLang's ``ModelConfig``, cannot be served from a compressed KV cache. None if it can."""
+    reason = unsupported_kv_reason(config)
+    if reason is None and config.quantization is not None:
+        # Activations scaled over a whole batch would make the output depend on other requests' drafts.
+        return f"its weights are quantized ({config.quantization}), which is untested"
+    return reason
+
+
+def unsupported_kv_reason(config: object) -> str | None:
+    """Why the KV of a model, with SGLang's ``ModelConfig``, is not one key and one value of each token, layer and KV head. None if it is."""
     from sglang.srt.configs.model_config import AttentionArch
 
     text = config.hf_text_config
@@ -59,9 +83,6 @@ def unsupported_model_reason(config: object) -> str | None:
         return "it is multimodal"
     if not config.is_generation:
         return "it does not generate"
-    if config.quantization is not None:
-        # Activations scaled over a whole batch would make the output depend on other requests' drafts.
-        return f"its weights are quantized ({config.quantization}), which is untested"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     return None

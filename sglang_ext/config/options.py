@@ -104,9 +104,14 @@ def why_full_kv_stays(args: KVServerArgs) -> str | None:
     return None
 
 
+def has_own_tree(args: KVServerArgs) -> bool:
+    """Whether our prefix tree replaces SGLang's: in mode full only with host memory."""
+    return args.kv_mode != "full" or bool(args.kv_host_gb)
+
+
 def has_prefix_store(args: KVServerArgs) -> bool:
     """Whether prefixes are written to a store and read from it."""
-    return args.kv_mode != "full" and args.kv_store is not None and bool(args.kv_host_gb)
+    return args.kv_store is not None and bool(args.kv_host_gb)
 
 
 def has_progressive_transfer(args: KVServerArgs) -> bool:

@@ -130,7 +130,9 @@ def render_text(text: str | Callable[[KVServerArgs], str], args: KVServerArgs) -
 
 
 IS_NOT_FULL_MODE = Condition("", lambda args: args.kv_mode != "full", "--kv-mode is full, stock SGLang", "pass --kv-mode verified or lossy")
-"""Scope of all flags, except those of transfers."""
+"""Scope of most flags."""
+ANY_MODE = Condition("", lambda args: True, "", "")
+"""Scope of flags that all modes read."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     if feature is None:
         return made
     receiver.expect_queries(feature.prompt_queries, lambda: req.req_pool_idx)
-    full_kv = None if is_rebootstrap else feature.arriving_full_kv(req, queue.tree_cache)
+    full_kv = None if is_rebootstrap else feature.arriving_full_kv(req)
     if full_kv is not None:
         prefill_again = RecomputeQueue(queue).prefill_again
         receiver.enable_early_decoding(lambda arrival: full_kv.expect(req.req_pool_idx, arrival), prefill_again)

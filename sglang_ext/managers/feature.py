@@ -78,9 +78,6 @@ class Worker(Protocol):
     def feature(self, kind: "type[FeatureType]") -> "FeatureType | None":
         """The feature of this class; None if no flag enables it."""
 
-    def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
-        """Create the compressed KV cache and the decode loop, once the prefix tree exists."""
-
     def method_of(self, req: "Req") -> "CompressionMethod | None":
         """The compression method of a waiting request; None if it is served with full KV."""
 

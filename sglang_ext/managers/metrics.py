@@ -61,7 +61,7 @@ class KVMetrics:
     def create(cls, args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
         """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
 
-        The series of all known labels start at 0, because a rate needs a first value.
+        In mode full only those of ``sources`` are defined. The series of all known labels start at 0, because a rate needs a first value.
         """
         made = cls(args.served_model_name or args.model_path)
         if not args.enable_metrics or not counts:
@@ -69,11 +69,13 @@ class KVMetrics:
         # Import it after SGLang prepared the folder of its processes.
         from prometheus_client import Counter, Gauge, Histogram
 
-        gauges, counters = dict(GAUGES), dict(COUNTERS)
+        compresses = args.kv_mode != "full"
+        gauges, counters = (dict(GAUGES), dict(COUNTERS)) if compresses else ({}, {})
         for source in sources:
             gauges.update(source.gauges)
             counters.update(source.counters)
-        counters["copies"] += tuple(offer.public_name for offer in offered_methods(args))
+        if compresses:
+            counters["copies"] += tuple(offer.public_name for offer in offered_methods(args))
         for name, (text, *label) in gauges.items():
             made._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
         for name, (text, *rest) in counters.items():
@@ -81,6 +83,8 @@ class KVMetrics:
             made._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
             for value in [(each,) for each in known] if label else [()]:
                 made._counters[name].labels(made.model_name, *value)
+        if not compresses:
+            return made
         buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
         histogram = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
         made._accept_length = histogram.labels(made.model_name)
@@ -139,5 +143,9 @@ class KVMetrics:
         totals = {(name,): value for name, value in values.items()}
         totals |= {("copies", method): made for method, made in compressed_kv.num_compressions.items()}
         totals |= {(name, *label): value for name, value, *label in more}
-        for (name, *label), value in totals.items():
+        self.observe((name, value, *label) for (name, *label), value in totals.items())
+
+    def observe(self, values: Iterable[tuple]) -> None:
+        """Report values of features (``MetricValue`` in feature.py): the current ones of gauges, the totals of counters."""
+        for name, value, *label in values if self._gauges else ():
             self._set_total(name, value, *label)

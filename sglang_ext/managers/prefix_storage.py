@@ -4,8 +4,9 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import OptionError
+from sglang_ext.core import OptionError, TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
 from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
@@ -34,49 +35,59 @@ class PrefixStorage(Feature):
         "store_bad_pages": ("Objects of the prefix store that were missing when read, damaged, or of another page.",),
         "store_errors": ("Requests to the prefix store that failed.",),
     }
-    _stored: StoredPrefixes | None = None
+    _stored: StoredPrefixes
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> None:
-        """Attach the store to the prefix tree, which has its host tier.
-
-        Raises:
-            OptionError: The store cannot be reached, or does not support the KV.
-        """
-        args, buffers = self.args, worker.compressed_kv.buffers
-        key = buffers.keys[0]
-        form = ObjectFormat(
-            model=model_identity(args),
-            dtype=key.dtype,
-            layers=len(buffers.keys),
-            heads=key.shape[1],
-            head_dim=key.shape[2],
-            page_size=max(UNIT, args.page_size),
-            rank=worker.ranks.rank,
-            ranks=args.tp_size,
-            form=args.kv_store_form,
-        )
-        try:
-            backend = open_backend(args.kv_store)
-        except StoreError as error:
-            raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
-        self._stored = tree_cache.stored = StoredPrefixes(tree_cache.host, PrefixStore(backend, args.kv_store), form, worker.ranks)
-        logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
+        """Attach the store to the prefix tree, which has its host tier. Errors are those of :func:`attach_store`."""
+        self._stored = attach_store(tree_cache, self.args, worker.buffers, worker.ranks)
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Totals of the store."""
-        if self._stored is None:
-            return
-        stored, counters = self._stored, self._stored.store.counters
-        yield "store_hit_pages", stored.hits
-        yield "store_miss_pages", stored.misses
-        yield "store_slower", stored.skipped_slow
-        yield "store_dropped_pages", stored.dropped
-        yield "store_written_pages", counters.written_pages
-        yield "store_written_bytes", counters.written_bytes
-        yield "store_read_bytes", counters.read_bytes
-        yield "store_read_seconds", counters.read_seconds
-        yield "store_bad_pages", counters.bad_pages
-        yield "store_errors", counters.errors
+        yield from store_values(self._stored)
+
+
+def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
+    """Values of the metrics of a prefix store."""
+    counters = stored.store.counters
+    yield "store_hit_pages", stored.hits
+    yield "store_miss_pages", stored.misses
+    yield "store_slower", stored.skipped_slow
+    yield "store_dropped_pages", stored.dropped
+    yield "store_written_pages", counters.written_pages
+    yield "store_written_bytes", counters.written_bytes
+    yield "store_read_bytes", counters.read_bytes
+    yield "store_read_seconds", counters.read_seconds
+    yield "store_bad_pages", counters.bad_pages
+    yield "store_errors", counters.errors
+
+
+def attach_store(tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuffers, ranks: TPRanks) -> StoredPrefixes:
+    """Let the prefix tree, which has its host tier, write to a prefix store and read from it.
+
+    ``buffers`` are the layers of SGLang's pool.
+
+    Raises:
+        OptionError: The store cannot be reached, or does not support the KV.
+    """
+    key = buffers.keys[0]
+    form = ObjectFormat(
+        model=model_identity(args),
+        dtype=key.dtype,
+        layers=len(buffers.keys),
+        heads=key.shape[1],
+        head_dim=key.shape[2],
+        page_size=max(UNIT, args.page_size),
+        rank=ranks.rank,
+        ranks=args.tp_size,
+        form=args.kv_store_form,
+    )
+    try:
+        backend = open_backend(args.kv_store)
+    except StoreError as error:
+        raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
+    tree.stored = StoredPrefixes(tree.host, PrefixStore(backend, args.kv_store), form, ranks)
+    logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
+    return tree.stored
 
 
 def model_identity(args: "KVServerArgs") -> str:

@@ -40,6 +40,8 @@ class KVWorker(BaseSpecWorker):
         super().__init__()
         self.server_args = server_args
         self._target_worker = target_worker
+        # SGLang creates the prefix tree later, with the target worker at hand (plugin.py:create_tree).
+        target_worker.kv_worker = self
         self.model_runner = target_worker.model_runner
         self.lossy = server_args.kv_mode == "lossy"
         self.max_verify_tokens = server_args.speculative_num_draft_tokens
@@ -110,12 +112,16 @@ class KVWorker(BaseSpecWorker):
         for feature in self.features:
             feature.on_graphs_captured(self)
 
+    @torch.no_grad()
     def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
-        """Create the compressed KV cache and the decode loop, once the prefix tree exists."""
+        """Create the compressed KV cache and the decode loop. SGLang has created the prefix tree, and serves no request yet.
+
+        Compiles kernels, starts cache ranks, and attaches host memory and the prefix store to the tree.
+        """
         self.compressed_kv = self._create_compressed_kv(tree_cache)
         if self.buffers.on_gpu:
             graph_capture.unpin_plans(self.model_runner, self.graphs)
-            # Run each kernel once, so that the first requests do not wait for compilation.
+            # Run each kernel once, so that no request waits for compilation.
             self.compressed_kv.compile_kernels(self.memory.model.query_heads)
             graph_capture.compile_slot_kernel(self.compressed_kv.token_table, self.compressed_kv.rows - 1)
             if self.graphs is not None:
@@ -127,6 +133,9 @@ class KVWorker(BaseSpecWorker):
             logger.info("sglang-ext: full KV stays beside the compressed KV: %s", why)
         tree_cache.bind(self.compressed_kv, self.forget, not self.lossy, provider.residency, provider.early, provider.freed_full_kv)
         self.loop = create_decode_loop(self, provider)
+        if self.buffers.on_gpu:
+            # The first forward runs on another stream, and does not wait for this one.
+            torch.cuda.synchronize()
 
     @property
     def max_requests(self) -> int:
@@ -168,8 +177,7 @@ class KVWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """Drop all requests, because the scheduler cleared the pool."""
         self.requests.clear()
-        if self.loop is not None:
-            self._observe_pool()
+        self._observe_pool()
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """Do nothing: the target's weights are the drafter's."""
@@ -183,15 +191,11 @@ class KVWorker(BaseSpecWorker):
 
     def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """Run one iteration of SGLang's scheduler: a prefill as in SGLang, or a decode round."""
-        if self.loop is None:
-            self.bind_tree_cache(batch.tree_cache)
         self.compressed_kv.poll()
         if batch.tree_cache.freed_full_kv is not None:
             batch.tree_cache.freed_full_kv.write_restored()
         result = self._forward(batch, on_publish)
         self.requests.record_result(batch, result)
-        if batch.tree_cache.host is not None:
-            batch.tree_cache.host.tier.on_forward_launched()
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:

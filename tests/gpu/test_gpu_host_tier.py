@@ -112,16 +112,15 @@ def test_a_load_waits_for_the_readers_of_its_slots():
 
 
 def test_a_load_waits_for_a_forward_on_another_stream_that_writes_its_slots():
-    made = setup()
+    forward = torch.cuda.Stream()
+    made = setup(forward_stream=forward)
     pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
     made.tier.store(sources, pages).synchronize()
-    forward = torch.cuda.Stream()
     for seconds in (0, 0.3):
         torch.cuda.synchronize()
         with torch.cuda.stream(forward):
             sleep(seconds)
             made.write(targets)
-            made.tier.on_forward_launched()
         made.tier.load(pages, targets).synchronize()
         assert torch.equal(made.contents(targets), made.contents(sources))
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from preloaded import Preloaded
 from servers import OFFLINE, ON_GPU, QUICK_START
+from waiting import tries
 
 from sglang_ext import patched
 from sglang_ext.config import flags
@@ -151,7 +152,7 @@ def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext_and_a_wrong_flag_ends_
     assert set(loaded) <= {"sglang_ext", "sglang_ext.platforms", "sglang_ext.platforms.torchvision_cpu"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loaded(fork: Path) -> Iterator[Preloaded | None]:
     """A process that has loaded the fork, as ``preloaded`` has loaded the installed package."""
     made = None if ON_GPU else Preloaded({**OFFLINE, **QUICK_START, **environment(fork)})
@@ -178,3 +179,23 @@ def test_the_fork_drafts_and_verifies_without_plugins(
     assert answer["meta_info"]["completion_tokens"] == 32
     assert answer["meta_info"]["kv_drafts"] > 0
     assert answer["meta_info"]["kv_accept_length"] > 1
+
+
+@pytest.mark.server
+def test_the_fork_in_mode_full_reads_prefixes_from_a_store(
+    fork: Path, launch: Callable, loaded: Preloaded | None, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    given = ("--kv-host-gb", "0.2", "--kv-store", f"file:{tmp_path}", "--enable-cache-report", "--max-total-tokens", "8192")
+    server = launch(*given, env=environment(fork), preloaded=loaded)
+    try:
+        info = server.request("/server_info")
+        body = {"input_ids": prompts[1][:400], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+        for _ in tries(5, "the prompt comes from the store"):
+            server.flush_cache()
+            answer = server.ask(**body)
+            if (answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0) == 384:
+                break
+    finally:
+        server.stop()
+    assert (info["kv_mode"], info["radix_cache_backend"], info["speculative_algorithm"]) == ("full", "kv_views", None)
+    assert "kv_drafts" not in answer["meta_info"]

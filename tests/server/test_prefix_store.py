@@ -4,20 +4,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, VERIFIED, Server, greedy
+from server_pair import Pair
+from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, STRICT, VERIFIED, Server, greedy
 from waiting import tries, until
 
 pytestmark = pytest.mark.server
 UNIT = 64
 
 
-def flags(store: Path) -> tuple[str, ...]:
-    return (*VERIFIED, "--kv-host-gb", "0.5", "--kv-store", f"file:{store}", "--enable-metrics", "--enable-cache-report")
-
-
-def warm_up(server: Server) -> None:
-    """The prefix tree gets its store with the first forward."""
-    server.ask(input_ids=[5, 6, 7], **greedy(1))
+def flags(store: Path, *mode: str) -> tuple[str, ...]:
+    """Flags of a server with a store, by default in mode verified."""
+    return (*(mode or VERIFIED), "--kv-host-gb", "0.5", "--kv-store", f"file:{store}", "--enable-metrics", "--enable-cache-report")
 
 
 def from_store(answer: dict) -> int:
@@ -42,7 +39,6 @@ def check_stored(server: Server, prompts: list[list[int]], expected: list[list[i
 def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(launch, prompts, expected, tmp_path):
     store = tmp_path / "store"
     first = launch(*flags(store), env=STRICT)
-    warm_up(first)
     cold = first.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [each["output_ids"] for each in cold] == expected and not any(map(from_store, cold))
     # Answers are written, too.
@@ -52,7 +48,6 @@ def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(la
     check_stored(first, prompts, expected, whole)
     # Another process, with other compressed KV.
     second = launch(*flags(store), "--kv-compressor", "sink-recent", env=STRICT)
-    warm_up(second)
     found = check_stored(second, prompts, expected, whole)
     assert all(each["meta_info"]["kv_drafts"] > 0 for each in found)
     assert second.metric("sglang_ext:store_hit_pages_total") >= sum(whole) // UNIT
@@ -66,3 +61,48 @@ def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(la
     shutil.rmtree(store)
     lost = second.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [each["output_ids"] for each in lost] == expected and second.alive()
+
+
+def test_a_server_in_mode_full_shares_its_prefixes_with_one_in_mode_verified(launch, prompts, expected, tmp_path):
+    store, (first_prompt, *others) = tmp_path / "store", prompts
+    full = launch(*flags(store, *STOCK), env=STRICT)
+    cold = full.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
+    assert [each["output_ids"] for each in cold] == expected and not any(map(from_store, cold))
+    pages = sum((len(ids) + EXPECTED_TOKENS - 1) // UNIT for ids in prompts)
+    until(lambda: len(objects(store)) >= pages, "all pages are written")
+    whole = [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
+    found = check_stored(full, prompts, expected, whole)
+    assert not any("kv_drafts" in each["meta_info"] for each in found), "SGLang decodes"
+    assert full.metric("sglang_ext:store_hit_pages_total") >= sum(whole) // UNIT
+    assert full.metric("sglang_ext:host_stored_bytes_total") > 0 and full.metric("sglang_ext:drafts_total") == 0
+    verified = launch(*flags(store), env=STRICT)
+    # The first request that it serves.
+    first = verified.ask(input_ids=first_prompt, **greedy(EXPECTED_TOKENS))
+    assert first["output_ids"] == expected[0] and from_store(first) == whole[0]
+    check_stored(verified, others, expected[1:], whole[1:])
+
+
+@pytest.mark.parametrize("mode", ["verified", "full"])
+def test_a_prefill_server_writes_prefixes_and_reads_them(mode, model, preloaded, prompts, expected, tmp_path):
+    common = (
+        *("--kv-mode", mode, "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--max-total-tokens", str(POOL_TOKENS)),
+        *("--page-size", "16", "--disaggregation-transfer-backend", "progressive", "--enable-metrics"),
+    )
+    store = tmp_path / "store"
+    pair = Pair(model, tmp_path, preloaded, (*common, "--kv-host-gb", "0.5", "--kv-store", f"file:{store}"), common, env=STRICT)
+    try:
+        cold = [pair.ask(input_ids=ids, **greedy(EXPECTED_TOKENS)) for ids in prompts]
+        assert [each["output_ids"] for each in cold] == expected
+        prefill, pages = pair.servers["prefill"], sum(len(ids) // UNIT for ids in prompts)
+        until(lambda: len(objects(store)) >= pages, "all pages of prompts are written")
+        prefill.flush_cache()
+        for _ in tries(5, "prompts come from the store"):
+            before = prefill.metric("sglang_ext:store_hit_pages_total")
+            found = [pair.ask(input_ids=ids, **greedy(EXPECTED_TOKENS)) for ids in prompts]
+            assert [each["output_ids"] for each in found] == expected
+            # It waits until the server has ended all requests, and counted them.
+            prefill.flush_cache()
+            if prefill.metric("sglang_ext:store_hit_pages_total") - before == sum((len(ids) - 1) // UNIT for ids in prompts):
+                break
+    finally:
+        pair.stop()

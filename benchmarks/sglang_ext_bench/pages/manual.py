@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sglang_ext.config.combinations import CACHES, PARALLELISM, REFUSALS
+from sglang_ext.config.combinations import CACHES, FULL_MODE, PARALLELISM, REFUSALS
 from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
 from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.options import MODES
@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Parallelism": PARALLELISM,
     "Roles of prefill-decode disaggregation": ROLES,
     "Transfer backend progressive": PROGRESSIVE,
+    "Host memory in mode full": FULL_MODE,
     "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLES)),
 }
 
@@ -40,7 +41,8 @@ def flags_page(by_hand: str) -> str:
     lines = [
         "# Flags",
         GENERATED,
-        "With `--kv-mode full` the other flags have no effect, except those of transfers. At start a warning lists the given flags without effect.\n"
+        "With `--kv-mode full` the other flags have no effect, except those of host memory, of a prefix store and of transfers. At start a warning\n"
+        "lists the given flags without effect.\n"
         "In a program\n"
         '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.\n'
         "A word in capitals is a value of another flag. The reason says which values are refused.",

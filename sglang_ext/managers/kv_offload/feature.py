@@ -2,23 +2,26 @@
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_ext.config import options
+from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.level_quantizers import Lynx
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.page_copies import ResidualPages, unsupported_reason
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
-from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, FaultInjector
+from sglang_ext.mem_cache.prefix_cache.host_store import Anchoring, FaultInjector, HostStore
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 if TYPE_CHECKING:
+    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.memory_plan import MemoryPlanner
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -52,6 +55,7 @@ class HostOffload(Feature):
         "late_verifications": ("Rounds by which verifications were postponed because their full KV was not loaded yet.",),
         "slack_rounds": ("Rounds between the end of a load of full KV and its verification.",),
     }
+    _host: HostStore
     _provider: OffloadedFullKV | None = None
 
     def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
@@ -66,24 +70,23 @@ class HostOffload(Feature):
             OptionError: The host has too little memory.
             TransferError: The KV loaded back differs from the stored KV.
         """
-        attach_host_tier(worker, tree_cache)
+        compressed_kv, corrupt = worker.compressed_kv, self.args.kv_bench_corrupt_loads
+        anchoring = create_anchoring(compressed_kv, self.args.page_size, self.args.kv_store is not None)
+        callbacks = {} if worker.methods.scores is None else {"on_load_start": worker.methods.scores.forget}
+        if worker.key_derived_data is not None:
+            # Writes the sidecar before rows may point to the slots. The next forward waits for it.
+            callbacks["on_load_done"] = worker.key_derived_data.write
+        faults = None if corrupt is None else FaultInjector(corrupt, loads=worker.ranks.rank)
+        stream = worker.model_runner.forward_stream
+        self._host = attach_host_tier(tree_cache, self.args, worker.buffers, worker.ranks, stream, anchoring, faults=faults, **callbacks)
         if options.can_offload_full_kv(self.args):
             self._provider = create_offloaded_full_kv(worker, tree_cache)
         return self._provider
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Values of the host tier, of loads, and of reservations."""
-        tree, provider = worker.compressed_kv.tree_cache, self._provider
-        host = tree.host
-        yield "host_bytes", host.bytes
-        yield "host_staging_bytes", host.tier.workspace_bytes
-        yield "host_load_bytes_per_second", host.link.bandwidth or 0.0
-        yield "host_stored_bytes", host.stored_bytes
-        yield "host_loaded_bytes", host.loaded_bytes
-        yield "host_restored_bytes", host.restored_bytes
-        yield "host_loads", host.link.loads
-        yield "host_load_seconds", host.link.seconds
-        yield "host_failed_pages", host.failed_pages
+        yield from host_values(self._host)
+        provider = self._provider
         if provider is None:
             return
         scheduler = provider.scheduler
@@ -96,26 +99,47 @@ class HostOffload(Feature):
         yield "slack_rounds", provider.waited_rounds
 
 
-def attach_host_tier(worker: Worker, tree: "TieredRadixCache") -> None:
-    """Attach the host tier to the prefix tree. Called before any forward."""
-    args, buffers = worker.server_args, worker.compressed_kv.buffers
-    anchoring = create_anchoring(worker.compressed_kv, args.page_size, args.kv_store is not None)
+def host_values(host: HostStore) -> Iterator[MetricValue]:
+    """Values of the metrics of host memory, without those of running requests."""
+    yield "host_bytes", host.bytes
+    yield "host_staging_bytes", host.tier.workspace_bytes
+    yield "host_load_bytes_per_second", host.link.bandwidth or 0.0
+    yield "host_stored_bytes", host.stored_bytes
+    yield "host_loaded_bytes", host.loaded_bytes
+    yield "host_restored_bytes", host.restored_bytes
+    yield "host_loads", host.link.loads
+    yield "host_load_seconds", host.link.seconds
+    yield "host_failed_pages", host.failed_pages
+
+
+def attach_host_tier(
+    tree: "TieredRadixCache",
+    args: "KVServerArgs",
+    buffers: KVBuffers,
+    ranks: TPRanks,
+    forward_stream: torch.Stream,
+    anchoring: Anchoring | None = None,
+    **callbacks: Any,
+) -> HostStore:
+    """Let the prefix tree store full KV in host memory. Called before any forward.
+
+    Args:
+        buffers: The layers of SGLang's pool.
+        forward_stream: SGLang's stream of forwards.
+        anchoring: Which pages are stored as residuals. None stores all pages whole.
+        callbacks: Further arguments of :class:`HostStore`.
+    """
     pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), frames=anchoring is not None)
-    residuals = None if anchoring is None else ResidualPages(buffers, worker.compressed_kv.methods[0].packing, args.page_size)
-    corrupt = args.kv_bench_corrupt_loads
-    faults = None if corrupt is None else FaultInjector(corrupt, loads=worker.ranks.rank)
-    scores = worker.methods.scores
-    told = {} if scores is None else {"on_load_start": scores.forget}
-    if worker.key_derived_data is not None:
-        # Writes the sidecar before rows may point to the slots. The next forward waits for it.
-        told["on_load_done"] = worker.key_derived_data.write
-    tree.use_host(HostTier(buffers, pool, residuals=residuals), ranks=worker.ranks, faults=faults, anchoring=anchoring, **told)
+    residuals = None if anchoring is None else ResidualPages(buffers, anchoring.packing, args.page_size)
+    tier = HostTier(buffers, pool, residuals=residuals, forward_stream=forward_stream if buffers.on_gpu else None)
+    tree.use_host(tier, ranks=ranks, anchoring=anchoring, **callbacks)
     if options.can_offload_full_kv(args):
         # Repeats the page that no request owns.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
-        slots = torch.arange(args.page_size, device=worker.compressed_kv.token_table.device).repeat(count)
+        slots = torch.arange(args.page_size, device=buffers.keys[0].device).repeat(count)
         rate = tree.host.link.measure(tree.host.tier, slots, tree.host.arrivals)
         logger.info("sglang-ext: full KV loads from host memory at %.1f GB/s", rate / 1e9)
+    return tree.host
 
 
 def create_anchoring(compressed_kv: "CompressedKVCache", page_size: int, has_store: bool) -> Anchoring | None:

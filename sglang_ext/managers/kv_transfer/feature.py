@@ -106,7 +106,7 @@ class KVTransfer(Feature):
             self._arriving = ArrivingFullKV(worker.ranks)
         return self._arriving
 
-    def arriving_full_kv(self, req: "Req", tree_cache: "TieredRadixCache") -> ArrivingFullKV | None:
+    def arriving_full_kv(self, req: "Req") -> ArrivingFullKV | None:
         """Return the provider for a request that decodes early; None if all KV must arrive first."""
         # A request that cannot draft, or has no tokens to draft, does not need an anchor.
         if not options.has_early_decoding(self.args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
@@ -114,7 +114,6 @@ class KVTransfer(Feature):
         # It may have to be prefilled again. SGLang's second request has tokens only, without adapter, image or embedding.
         if not is_token_only(req):
             return None
-        self._bind(tree_cache)
         return self._arriving
 
     def prompt_packing(self) -> tuple[Packing, KVBuffers] | None:
@@ -124,7 +123,7 @@ class KVTransfer(Feature):
     def plan_early_packing(self, req: "Req") -> QuantizedPrompt | None:
         """Return the transfer plan of a computed prompt that waits for a decode server; None for full KV, or if it is not known yet."""
         worker = self._worker
-        if worker.compressed_kv is None or not self.packs_prompts:
+        if not self.packs_prompts:
             return None
         return plan_quantized_prompt(req, len(req.origin_input_ids), worker.compressed_kv.methods[worker.requests.method_of(req)])
 
@@ -132,11 +131,5 @@ class KVTransfer(Feature):
         """Create the allocator for prompts that arrive as quantized KV; None if they arrive as full KV."""
         if not self.packs_prompts:
             return None
-        self._bind(tree_cache)
         worker, freed_full_kv = self._worker, tree_cache.freed_full_kv
         return None if freed_full_kv is None else QuantizedPromptAllocator(worker.compressed_kv, freed_full_kv, worker.requests)
-
-    def _bind(self, tree_cache: "TieredRadixCache") -> None:
-        """Let the worker create its compressed KV before its first forward, if it has none."""
-        if self._worker.compressed_kv is None:
-            self._worker.bind_tree_cache(tree_cache)

@@ -5,7 +5,7 @@ the reverse, and scatters. While one buffer is copied, the other is gathered or 
 streams, so that stores, loads and forwards run in parallel. On a CPU a thread does the same, one transfer after another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -93,17 +93,25 @@ def staging_bytes(pool: int, page: int = 0) -> int:
 class HostTier:
     """Copies KV between a device's slots and a pool of host pages.
 
-    All calls come from one thread. A transfer starts after the work enqueued on the current stream before the call, and after the last
-    forward (:meth:`on_forward_launched`), which may run on another stream. Its device slots must not change until it is done. Later work that writes,
+    All calls come from one thread. A transfer starts after the work enqueued before the call on the current stream and on ``forward_stream``,
+    where forwards run that may still write freed slots. Its device slots must not change until it is done. Later work that writes,
     reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered.
 
     ``staging`` is the device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
-    ``residuals`` is the layout of pages in a page-first pool. Raises ValueError if the layers' buffers differ, or are not contiguous.
+    ``residuals`` is the layout of pages in a page-first pool. ``forward_stream`` is None if forwards run on the current stream. Raises
+    ValueError if the layers' buffers differ, or are not contiguous.
     """
 
-    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int | None = None, residuals: ResidualPages | None = None) -> None:
+    def __init__(
+        self,
+        buffers: KVBuffers,
+        pool: HostPool,
+        staging: int | None = None,
+        residuals: ResidualPages | None = None,
+        forward_stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
         check_alike(buffers)
-        self.pool = pool
+        self.pool, self._forward_stream = pool, forward_stream
         key = buffers.keys[0]
         self._device = key.device
         self._checksums = PageChecksums(buffers, pool.page_size)
@@ -121,7 +129,6 @@ class HostTier:
         self._stores = DoubleBuffer(self._copies.halves(), filler=moves(), emptier=copies())
         self._loads = DoubleBuffer(self._copies.halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastTransfers(pool.pages.count), LastTransfers(pool.pages.count)
-        self._forward: Mark | None = None
         self._launches = DeferredLaunches() if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
 
     @property
@@ -129,14 +136,10 @@ class HostTier:
         """Device bytes in addition to the KV pool: the buffers of both directions."""
         return self._stores.size + self._loads.size
 
-    def on_forward_launched(self) -> None:
-        """Record a forward on the current stream. It may write slots that are freed from now on until it ends."""
-        self._forward = Mark.now(self._device)
-
     def defer_transfers(self) -> AbstractContextManager[None]:
         """Launch transfers requested inside this context at its end: a launch takes the host milliseconds. On a CPU, a thread starts them at once.
 
-        They wait only for work enqueued on the current stream before the request.
+        They wait only for work enqueued before the request.
         """
         return self._launches.until_end() if isinstance(self._launches, DeferredLaunches) else nullcontext()
 
@@ -166,11 +169,14 @@ class HostTier:
     def _begin(self, launch: Callable[..., LaunchedTransfer], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None) -> Transfer:
         # The arguments may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
-        launched = self._launches.submit(launch, slots, pages, blocks, (Mark.now(self._device), self._forward))
+        after = [Mark.now(self._device)]
+        if self._forward_stream is not None:
+            after.append(Mark.now(self._device, self._forward_stream))
+        launched = self._launches.submit(launch, slots, pages, blocks, after)
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
-    def _store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]) -> LaunchedTransfer:
+    def _store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: Sequence[Mark]) -> LaunchedTransfer:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
         pipe.filler.uses(slots, None if blocks is None else blocks.slots)
@@ -190,7 +196,7 @@ class HostTier:
         return LaunchedTransfer(start, end, None, len(pages) * self.pool.page_bytes)
 
     @torch.inference_mode()
-    def _load(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]) -> LaunchedTransfer:
+    def _load(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: Sequence[Mark]) -> LaunchedTransfer:
         pipe = self._loads
         storing = self._stored.end(pages)
         pipe.after(*after, storing)

@@ -55,7 +55,8 @@ class Fetch:
         begin: Tokens that the tree had.
         pages: The store pages, from the one that holds token ``begin`` on.
         found: How many of them the store has.
-        since: When it began, in seconds.
+        since: When the lookup began, and then when reading began, in seconds. Between both the request may wait for other requests, or
+            on a prefill server for a decode server.
         host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
         run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
@@ -281,7 +282,7 @@ class StoredPrefixes:
             return True
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
-            finish = partial(self._finish_page, fetch)
+            finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
             fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish)
         return True
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and shared segments of compressed KV.
 
-    SGLang creates it. The worker calls :meth:`use_host` and :meth:`bind` before the first forward.
+    :func:`sglang_ext.plugin.create_tree` creates it. There :meth:`use_host` and :meth:`bind` are called, before the server is ready.
 
     Attributes:
         nodes, segments: The tree, and compressed chunks attached to its nodes.
@@ -190,7 +190,7 @@ class TieredRadixCache(RadixCache):
             self.freed_full_kv.forget(index)
         if self.compressed_kv is not None:
             self.compressed_kv.release(index)
-            self._ended(index)
+        self._ended(index)
         row = self.req_to_token_pool.req_to_token[index, :allocated]
         req.kv.kv_allocated_len = min(allocated, kv_len_to_handle)
         if self.disable:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from argument_helpers import arguments
@@ -11,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import flag_checks
 from sglang_ext.config.flags import FLAGS
-from sglang_ext.config.combinations import REFUSALS
+from sglang_ext.config.combinations import FULL_MODE, REFUSALS
 from sglang_ext.config.rules import Refusal, option
 from sglang_ext.core import OptionError
 
@@ -35,6 +36,7 @@ ASKED: dict[str, dict[str, object]] = {
     "--tokenizer-worker-num": {"tokenizer_worker_num": 2},
     "--detokenizer-worker-num": {"detokenizer_worker_num": 2},
     "--rl-on-policy-target": {"rl_on_policy_target": "fsdp"},
+    "--hicache-storage-backend": {"hicache_storage_backend": "file"},
 }
 KV_MODE = FLAGS[0]
 VARIABLES = {refused.option for refused in REFUSALS if not refused.option.startswith("--")}
@@ -84,6 +86,23 @@ def test_parts_of_what_is_refused_are_refused_too(refused: Refusal) -> None:
 
 def test_arguments_by_default_are_served() -> None:
     KV_MODE.check_conflicts(arguments())
+
+
+@pytest.mark.parametrize("refused", FULL_MODE, ids=lambda refused: refused.option)
+def test_full_mode_refuses_host_memory_with_what_it_does_not_serve(refused: Refusal) -> None:
+    is_variable = not refused.option.startswith("--")
+    given = {} if is_variable else asking(refused)
+    with getattr(envs, refused.option).override(True) if is_variable else nullcontext():
+        flag_checks.check_flags(arguments(kv_mode="full", **given))
+        with pytest.raises(OptionError) as raised:
+            flag_checks.check_flags(arguments(kv_mode="full", kv_host_gb=1.0, **given))
+    told = f"--kv-host-gb 1 cannot be combined with {refused.option}: {refused.why}; {refused.remedy}, or leave --kv-host-gb out."
+    assert str(raised.value) == told
+
+
+def test_full_mode_with_host_memory_and_a_store_has_all_flags_in_effect(caplog: pytest.LogCaptureFixture) -> None:
+    flag_checks.check_flags(arguments(kv_mode="full", kv_host_gb=1.0, kv_store="file:/store", kv_store_form="anchored"))
+    assert caplog.text == ""
 
 
 def test_all_flags_are_named_at_once_where_the_mode_is_full(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.arguments import CheckedServerArgs, prepare_speculation
+from sglang_ext.arguments import CheckedServerArgs, prepare
 from sglang_ext.config import method_options, options
 from sglang_ext.config.model_options import unsupported_model_reason
-from sglang_ext.core import OptionError
+from sglang_ext.core import RADIX_CACHE_BACKEND, OptionError
 from sglang_ext_bench.baselines import CODECS
 
 CODEC = CODECS["int4"]
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def build(path, **flags):
-    return CheckedServerArgs(model_path=path, device="cpu", attention_backend="torch_native", **flags)
+    return CheckedServerArgs(model_path=path, device="cpu", **{"attention_backend": "torch_native", **flags})
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,30 @@ def test_full_mode_leaves_sglangs_arguments_alone(folder):
     assert args.speculative_algorithm is None and args.radix_cache_backend is None
 
 
+def test_full_mode_with_host_memory_gets_our_tree_and_nothing_else(folder, tmp_path):
+    stock, args = build(folder()), build(folder(), kv_host_gb=0.01)
+    assert args.radix_cache_backend == RADIX_CACHE_BACKEND and args.hicache_storage_backend is None
+    stored = build(folder(), kv_host_gb=0.01, kv_store=f"file:{tmp_path}")
+    assert stored.hicache_storage_backend == options.STORAGE_BACKEND
+    for name in ("speculative_algorithm", "attention_backend", "disable_cuda_graph", "disable_overlap_schedule", "sampling_backend"):
+        assert getattr(stored, name) == getattr(args, name) == getattr(stock, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "reason"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}, {}, "sliding-window"),
+        ({}, {"enable_deterministic_inference": True, "attention_backend": "flashinfer"}, "SGLang has disabled the prefix cache"),
+        ({}, {"kv_host_gb": 1e-9}, "full KV of 128 tokens"),
+        ({}, {"page_size": 48, "chunked_prefill_size": 480, "kv_store": "file:/store"}, "--page-size is 48"),
+        ({}, {"kv_store": "ftp://host"}, "--kv-store"),
+    ],
+)
+def test_full_mode_refuses_host_memory_for_what_it_cannot_store(folder, changes, flags, reason):
+    with pytest.raises(OptionError, match=reason):
+        build(folder(**changes), **{"kv_host_gb": 0.01, **flags})
+
+
 def test_verified_mode_enters_by_sglangs_registries(folder):
     args = build(folder(), kv_mode="verified", kv_draft_length=8)
     assert args.speculative_algorithm == "KV_VERIFIED"
@@ -254,7 +278,7 @@ def test_the_overlapped_loop_runs_with_graphs_where_there_are_no_adapters(monkey
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     args = CheckedServerArgs.__new__(CheckedServerArgs)
     vars(args).update({field.name: field.default for field in dataclasses.fields(CheckedServerArgs)}, kv_mode="verified", **flags)
-    prepare_speculation(args)
+    prepare(args)
     assert not args.disable_overlap_schedule and args.disable_cuda_graph is not graphs
 
 

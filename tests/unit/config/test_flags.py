@@ -27,14 +27,14 @@ from sglang_ext.config.combinations import (
     SELECTS_FEWER_THAN_ALL,
 )
 from sglang_ext.config.flags import FLAGS, GROUPS
-from sglang_ext.config.rules import IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, one_of, render_text
+from sglang_ext.config.rules import ANY_MODE, IS_NOT_FULL_MODE, Condition, Flag, KVServerArgs, Range, one_of, render_text
 from sglang_ext.core import OptionError
 
 PREFILL, DECODE = ({"disaggregation_mode": role, "disaggregation_transfer_backend": "progressive"} for role in ("prefill", "decode"))
 CODEC = "sglang_ext_bench.baselines.quantized_codec:Int4Codec"
 # Arguments that meet a condition, and arguments that do not.
 MET: dict[Condition, dict[str, object]] = {
-    IS_NOT_FULL_MODE: {}, HAS_PROGRESSIVE_TRANSFER: DECODE, HAS_TIMELINE: DECODE, IS_PREFILL_SERVER: PREFILL, IS_VERIFIED: {},
+    ANY_MODE: {}, IS_NOT_FULL_MODE: {}, HAS_PROGRESSIVE_TRANSFER: DECODE, HAS_TIMELINE: DECODE, IS_PREFILL_SERVER: PREFILL, IS_VERIFIED: {},
     BURST_LIMITS_ROUND: {}, HAS_NO_OFFLOAD_OBSTACLE: {"kv_host_gb": 1.0},
     CAN_OFFLOAD_FULL_KV: {"kv_host_gb": 1.0, "kv_full_tier": "auto"}, HAS_SELECTOR: {"kv_compressor": "spade"}, SELECTS_FEWER_THAN_ALL: {},
     IS_SPADE: {"kv_compressor": "spade"}, HAS_RANKS: {"kv_cache_ranks": 1}, IS_NOT_PREFILL_SERVER: {"disaggregation_mode": "null"},
@@ -99,7 +99,9 @@ CONFLICTING: dict[str, list[dict[str, object]]] = {
     "kv_pack_layers": [{"kv_pack_layers": 2, "kv_cache_ranks": 1, "kv_compressor": "spade", "device": "cuda"}],
     "kv_score_bits": [{"kv_score_bits": 4, "kv_compressor": "spade", "disaggregation_mode": "decode"}],
     "kv_host_gb": [{"kv_host_gb": 1.0, "disaggregation_mode": "decode"}, {"kv_host_gb": 1.0, "disable_radix_cache": True}],
-    "kv_store": [{"kv_store": "file:/store", "kv_host_gb": 1.0, **RIGHT["kv_prefill"]}],
+    "kv_store": [
+        {"kv_store": "file:/store", "disaggregation_mode": "decode"}, {"kv_store": "file:/store", "kv_host_gb": 1.0, **RIGHT["kv_prefill"]}
+    ],
     "kv_full_tier": [
         {"kv_full_tier": "auto", "disaggregation_mode": "prefill"}, {"kv_full_tier": "host"},
         {"kv_full_tier": "host", "kv_host_gb": 1, "kv_mode": "lossy"},
@@ -110,7 +112,12 @@ CONFLICTING: dict[str, list[dict[str, object]]] = {
     "kv_bench_codec": [{"kv_bench_codec": CODEC, "kv_mode": "lossy", "kv_compressor": "kivi", **DECODE}],
     "kv_bench_timeline": [{"kv_bench_timeline": "times", "kv_cache_ranks": 1, "kv_compressor": "spade", "device": "cuda"}],
 }  # fmt: skip
-CONDITIONS = [(flag, condition) for flag in FLAGS if flag.name != "kv_mode" for condition in (flag.scope, *flag.requires)]
+CONDITIONS = [
+    (flag, condition)
+    for flag in FLAGS
+    for condition in (flag.scope, *flag.requires)
+    if flag.name != "kv_mode" and condition is not ANY_MODE
+]
 CONFLICTS = [(flag, place) for flag in FLAGS if flag.name != "kv_mode" for place in range(len(flag.conflicts))]
 
 

@@ -188,7 +188,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     worker, feature, asked = KVWorker.__new__(KVWorker), KVTransfer(SimpleNamespace()), []
     worker.features = (feature,)
     feature.prompt_queries = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
-    feature.arriving_full_kv = lambda req, tree: None
+    feature.arriving_full_kv = lambda req: None
     feature.prompt_packing, feature.quantized_prompt_allocator = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None

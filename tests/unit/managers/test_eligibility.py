@@ -106,4 +106,4 @@ def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(given):
     asked = request(max_new_tokens=8)
     asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)
-    assert full_kv is not None and feature.arriving_full_kv(asked, None) is (None if given else full_kv)
+    assert full_kv is not None and feature.arriving_full_kv(asked) is (None if given else full_kv)
