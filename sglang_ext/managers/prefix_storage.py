@@ -55,6 +55,7 @@ class PrefixStorage(Feature):
             ranks=args.tp_size,
             form=args.kv_store_form,
         )
+        form.compile_codec()
         try:
             backend = open_backend(args.kv_store)
         except StoreError as error:

@@ -120,6 +120,16 @@ class ObjectFormat:
         sinks = min(self.page_size, max(0, SINKS - start))
         return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, "compact")
 
+    def compile_codec(self) -> None:
+        """Compile the codec's loops, or load them from Numba's cache, so that the first page does not wait for it."""
+        if self.form == "raw":
+            return
+        layout = self.layout(0)
+        page = torch.zeros(self.page_size, layout.channels, dtype=self.dtype)
+        (streams,) = encode_page([page], layout)
+        for residuals in (None, [streams.residual]):
+            decode_page([streams.anchor], residuals, layout, [page])
+
     @cached_property
     def header_bytes(self) -> int:
         """Size of a header."""

@@ -44,7 +44,7 @@ SPARE = CHUNK + 1
 
 
 @compiled
-def _cell(magnitude, top, mantissa):
+def _cell(magnitude: int, top: int, mantissa: int) -> int:
     """Number of cells between 0 and a number, from the pattern of its absolute value. ``top``: exponent of the range's outer end."""
     exponent = max(magnitude >> WIDE, 1)
     significand = (magnitude & 0x7FFFFF) | (np.int64(magnitude > 0x7FFFFF) << WIDE)
@@ -52,7 +52,7 @@ def _cell(magnitude, top, mantissa):
 
 
 @compiled
-def _find_ranges(mu, sigma, bounds, mantissa, ends, ranges):
+def _find_ranges(mu: float, sigma: float, bounds: np.ndarray, mantissa: int, ends: np.ndarray, ranges: np.ndarray) -> None:
     """Fill the ends, float32 [CODES + 1], and the ranges, int64 [4 * CODES], of a chunk's codes. Cells below 0 are -1, -2..."""
     patterns = ends.view(np.int32)
     for each in range(CODES + 1):
@@ -74,7 +74,7 @@ def _find_ranges(mu, sigma, bounds, mantissa, ends, ranges):
 
 
 @compiled
-def _put(words, place, value):
+def _put(words: np.ndarray, place: int, value: int) -> None:
     """Set the bits of an integer of at most 32 bits, from bit ``place`` on."""
     at, moved = np.uint64(place) >> np.uint64(5), np.uint64(value) << np.uint64(place & 31)
     words[at] |= np.uint32(moved & np.uint64(0xFFFFFFFF))
@@ -82,18 +82,21 @@ def _put(words, place, value):
 
 
 @compiled
-def _get(pairs, place):
+def _get(pairs: np.ndarray, place: int) -> int:
     """At least 32 bits from bit ``place`` on, int64. ``pairs``: each word and the next, uint64."""
     return np.int64(pairs[np.uint64(place) >> np.uint64(5)] >> np.uint64(place & 31))
 
 
 @compiled
-def _mask(bits):
+def _mask(bits: int) -> int:
+    """The integer whose lowest ``bits`` bits are 1."""
     return (np.int64(1) << bits) - 1
 
 
 @compiled
-def _encode(numbers, mu, sigma, bounds, sinks, mantissa, codes, words):
+def _encode(
+    numbers: np.ndarray, mu: np.ndarray, sigma: np.ndarray, bounds: np.ndarray, sinks: int, mantissa: int, codes: np.ndarray, words: np.ndarray,
+) -> tuple[int, int]:  # fmt: skip
     """Fill codes, uint8 [tokens, channels / 2], and the parts of a residual, uint32 [2, words]. All are 0 before.
 
     ``numbers``: float32 [tokens, channels]. ``mu``, ``sigma``: float32 [rows, channels]. Returns the bits of each part; -1 if the words do
@@ -132,7 +135,10 @@ def _encode(numbers, mu, sigma, bounds, sinks, mantissa, codes, words):
 
 
 @compiled
-def _decode(codes, mu, sigma, bounds, sinks, mantissa, words, first_words, numbers, unused):
+def _decode(
+    codes: np.ndarray, mu: np.ndarray, sigma: np.ndarray, bounds: np.ndarray, sinks: int, mantissa: int, words: np.ndarray, first_words: int,
+    numbers: np.ndarray, unused: int,
+) -> bool:  # fmt: skip
     """Fill the patterns of the tokens after the sinks, integers [tokens, channels]. Returns whether the residual has the right size.
 
     ``codes``: uint8 [tokens, channels / 2]. ``mu``, ``sigma``: float32 [rows, channels]. ``words``: both parts, uint32. ``first_words``: words
@@ -176,7 +182,7 @@ def _decode(codes, mu, sigma, bounds, sinks, mantissa, words, first_words, numbe
 
 
 @compiled
-def _decode_codes(codes, mu, sigma, levels, numbers):
+def _decode_codes(codes: np.ndarray, mu: np.ndarray, sigma: np.ndarray, levels: np.ndarray, numbers: np.ndarray) -> None:
     """Fill the numbers of codes, float32 [tokens, channels]."""
     tokens, channels = numbers.shape
     found = np.empty((channels, CODES), np.float32)
@@ -199,7 +205,8 @@ def encode(parts: PageTensors, layout: PageLayout, slots: torch.Tensor | None) -
     numbers, limits = torch.stack(pages).float().numpy(), np.array(bounds(layout.bits), np.float32)
     mu, sigma = (each.view(layout.rows, count, -1).transpose(0, 1).contiguous().numpy() for each in found.scales)
     codes = np.zeros((count, layout.tokens, layout.channels // 2), np.uint8)
-    most, residuals = layout.most_compact_bytes // 4, []
+    most = layout.most_compact_bytes // 4
+    residuals: list[torch.Tensor | None] = []
     for part, covered in enumerate(found.covered.view(count, -1).all(1).tolist()):
         residuals.append(None)
         if covered:
@@ -235,9 +242,7 @@ def decode(
             if first >= len(words) or not _decode(
                 codes[part], mu[part], sigma[part], table, layout.sinks, mantissa, words[1:], first, patterns, 16 if short else 0
             ):
-                raise ValueError(
-                    f"a compact residual of {len(residuals[part])} bytes does not fit its anchor: pass the anchor's own residual"
-                )
+                raise ValueError(f"a compact residual of {len(residuals[part])} bytes does not fit its anchor: pass the anchor's own residual")
         page = numbers.to(layout.dtype)
         page[: layout.sinks] = sinks[part]
         out[slice(None) if slots is None else slots] = page
