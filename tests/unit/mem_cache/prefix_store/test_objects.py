@@ -152,7 +152,7 @@ def test_bits_of_a_number_of_the_demo_models_kv(kv, store, dtype, most):
     form = ObjectFormat("demo", dtype, layers=len(kv) // 2, heads=kv.shape[2], head_dim=kv.shape[3], page_size=64)
     anchor_bytes = all_bytes = 0
     for start in range(0, kv.shape[1], form.page_size):
-        tensors, found = list(kv[:, start : start + form.page_size].to(dtype)), empty(form)
+        tensors, found = list(kv[:, start : start + form.page_size].to(dtype).contiguous()), empty(form)
         header, anchors, residuals = encode_object(StoredPage(form, HASH, start), tensors)
         anchor_bytes += len(header) + len(anchors)
         all_bytes += len(header) + len(anchors) + len(residuals)
