@@ -71,6 +71,7 @@ COMMANDS = {
     "residual-rate": Command("kernels.residual_rate", "time the transfer of residuals to and from host memory"),
     "residual-bits": Command("kernels.residual_bits", "count the bits per number of residuals, for the KV of a model"),
     "lynx-codec": Command("kernels.lynx_codec", "measure error, bits and speed of the transfer codec on the KV of a model"),
+    "store-forms": Command("kernels.store_forms", "measure bits and speed of a prefix store's pages on the KV of a model"),
     "copies-beside-loads": Command("kernels.copies_beside_loads", "time small copies to the GPU during loads of full KV"),
     "two-forwards": Command("kernels.two_forwards", "compare two forwards with a mixed one on a CPU"),
     "pack-cycles": Command("packs.pack_cycles", "time a cache rank's cycle of a pack of layers (AsyncSpade, Table 2)"),

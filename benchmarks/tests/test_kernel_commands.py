@@ -34,7 +34,8 @@ def test_compression_time_prints_a_line_per_method_and_its_share_of_the_prefill(
         ("residual-rate --bits 5", "--bits 5: pass one of"), ("codec-speed --device mps", "--device mps: pass cpu or cuda"),
         ("two-forwards --model x --verified 8", "--verified 8: pass fewer than --requests 8"),
         ("residual-bits --model x --tokens 64 t", "--tokens 64: "),
-        ("lynx-codec --text nowhere.md", "--text nowhere.md: there is no such file"), ("copies-beside-loads", "PyTorch finds no GPU here"),
+        ("lynx-codec --text nowhere.md", "--text nowhere.md: there is no such file"),
+        ("store-forms --text nowhere.md", "--text nowhere.md: there is no such file"), ("copies-beside-loads", "PyTorch finds no GPU here"),
     ],
 )  # fmt: skip
 def test_wrong_options_and_machines_are_refused(

@@ -81,6 +81,7 @@ def attach_store(tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuff
         ranks=args.tp_size,
         form=args.kv_store_form,
     )
+    form.compile_codec()
     try:
         backend = open_backend(args.kv_store)
     except StoreError as error:

@@ -33,12 +33,7 @@ import xxhash
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import (
-    ALIGNMENT,
-    UNIT,
-    PageLayout,
-    PageTensors,
-)
+from sglang_ext.layers.kernels.lynx.layout import ALIGNMENT, PageLayout, PageTensors
 from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
 from sglang_ext.layers.kernels.lynx.scales import as_bytes
 from sglang_ext.mem_cache.prefix_store.backend import (
@@ -49,9 +44,9 @@ from sglang_ext.mem_cache.prefix_store.backend import (
     check_name,
 )
 
-FORMS = ("anchored", "raw", "packed")
-"""Values of ``--kv-store-form``. ``packed`` is refused for now."""
-MAGIC, VERSION = b"sglextKV", 1
+FORMS = ("anchored", "raw")
+"""Values of ``--kv-store-form``."""
+MAGIC, VERSION = b"sglextKV", 2
 BITS, SINKS = 4, 4
 """Bits of an anchor's codes, and first tokens of a prompt that anchors hold exactly."""
 MAX_TENSORS = 1 << 12
@@ -81,7 +76,7 @@ class ObjectFormat:
         form: ``anchored`` or ``raw``.
 
     Raises:
-        OptionError: The form is unknown or not available, or the codec does not support such KV.
+        OptionError: The form is unknown, or the codec does not support such KV.
     """
 
     model: str
@@ -97,8 +92,6 @@ class ObjectFormat:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise OptionError(f"--kv-store-form {self.form}: pass anchored or raw")
-        if self.form == "packed":
-            raise OptionError("--kv-store-form packed is not available yet: pass anchored or raw")
         try:
             self.layout(0)
         except ValueError as error:
@@ -125,7 +118,17 @@ class ObjectFormat:
     def layout(self, start: int) -> PageLayout:
         """Layout of each tensor of the page whose first token has prompt position ``start``."""
         sinks = min(self.page_size, max(0, SINKS - start))
-        return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, "exact")
+        return PageLayout(self.page_size, self.heads * self.head_dim, self.dtype, BITS, sinks, "compact")
+
+    def compile_codec(self) -> None:
+        """Compile the codec's loops, or load them from Numba's cache, so that the first page does not wait for it."""
+        if self.form == "raw":
+            return
+        layout = self.layout(0)
+        page = torch.zeros(self.page_size, layout.channels, dtype=self.dtype)
+        (streams,) = encode_page([page], layout)
+        for residuals in (None, [streams.residual]):
+            decode_page([streams.anchor], residuals, layout, [page])
 
     @cached_property
     def header_bytes(self) -> int:
@@ -136,7 +139,7 @@ class ObjectFormat:
     def most_bytes(self) -> int:
         """Size that no object exceeds."""
         layout = self.layout(0)
-        return self.header_bytes + self.tensors * (_aligned(max(layout.raw_bytes, layout.coded_bytes)) + _aligned(_most_residual(layout)))
+        return self.header_bytes + self.tensors * (_aligned(max(layout.raw_bytes, layout.coded_bytes)) + _aligned(layout.most_compact_bytes))
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class ObjectHeader:
         sizes = np.frombuffer(content, "<u4", 2 * form.tensors, FIELDS.size).tolist()
         anchors, residuals = tuple(sizes[:tensors]), tuple(sizes[tensors:])
         try:
-            most = [0 if form.form == "raw" or layout.is_raw(size) else _most_residual(layout) for size in anchors]
+            most = [0 if form.form == "raw" or layout.is_raw(size) else layout.most_compact_bytes for size in anchors]
         except ValueError as error:
             raise ObjectError(f"object {page.name}: {error}") from error
         if form.form == "raw" and set(anchors) != {layout.raw_bytes} or any(size > limit for size, limit in zip(residuals, most)):
@@ -384,11 +387,6 @@ def _checked(tensors: Sequence[torch.Tensor], page: StoredPage) -> PageTensors:
     parts = PageTensors.from_tensors(tensors)
     parts.check(page.layout, None)
     return parts
-
-
-def _most_residual(layout: PageLayout) -> int:
-    """Size that no exact residual exceeds: no index takes more bits than a number, and blocks are padded."""
-    return layout.index_bytes + layout.tokens * layout.channels * layout.dtype.itemsize + layout.rows * layout.blocks * UNIT
 
 
 def _aligned(size: int) -> int:

@@ -109,30 +109,36 @@ def test_numbers_are_off_by_half_a_step_at_most(page):
 
 
 @settings(max_examples=80, deadline=None)
-@given(pages("exact"))
+@given(pages("exact") | pages("compact"))
 def test_an_exact_residual_restores_the_pools_bits(page):
     layout, x = page
     streams = encode(x, layout)
     assert same(decode(*streams, layout), x)
-    assert torch.equal(streams.anchor, encode(x, replace(layout, reference="int8")).anchor)
+    if layout.reference == "compact" and streams.anchor[0]:
+        assert len(streams.anchor) == layout.raw_bytes
+        return
+    assert len(streams.anchor) + len(streams.residual) <= layout.raw_bytes or layout.reference == "exact"
+    # Codes of sinks have no meaning, and differ.
+    if layout.reference == "exact" or not layout.sinks:
+        assert torch.equal(streams.anchor, encode(x, replace(layout, reference="int8")).anchor)
     assert torch.equal(decode(streams.anchor, None, layout), decode(streams.anchor, None, replace(layout, reference="int8")))
 
 
 @settings(max_examples=40, deadline=None)
-@given(pages("exact"), st.sampled_from((float("nan"), float("inf"), -float("inf"), 65535.0, -7e37)), st.randoms())
+@given(pages("compact"), st.sampled_from((float("nan"), float("inf"), -float("inf"), 65535.0, -7e37)), st.randoms())
 def test_what_a_float16_does_not_reach_is_stored_as_it_is(page, value, random):
     layout, x = page
     if layout.dtype == torch.float16 and math.isfinite(value):
         value = -value * math.inf
     token, channel = random.randrange(layout.tokens), random.randrange(layout.channels)
     x[token, channel] = value
-    for reference in ("int8", "exact"):
+    for reference in ("int8", "exact", "compact"):
         asked = replace(layout, reference=reference)
         streams = encode(x, asked)
         assert token < layout.sinks or len(streams.anchor) == layout.raw_bytes and len(streams.residual) == 0
         assert streams.anchor[0] == (len(streams.anchor) == layout.raw_bytes)
         found = decode(*streams, asked)
-        if reference == "exact" or streams.anchor[0]:
+        if reference != "int8" or streams.anchor[0]:
             assert same(found, x)
         else:
             assert same(found[: layout.sinks], x[: layout.sinks]) and found[layout.sinks :].isfinite().all()
@@ -183,11 +189,12 @@ def test_bytes_hold_codes(tokens, words, seed):
     assert torch.equal(pytorch_codec.unpack_codes(packed, tokens), codes)
 
 
-def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
+@pytest.mark.parametrize("reference", ["exact", "compact"])
+def test_a_page_goes_from_slots_to_slots_and_touches_no_others(reference):
     noise = torch.Generator().manual_seed(4)
     pools = [torch.randn(200, 2, 8, generator=noise).bfloat16() for _ in range(3)]
     pools[1][7, 1, 1] = math.nan
-    layout = PageLayout(40, 16, torch.bfloat16, sinks=4, reference="exact")
+    layout = PageLayout(40, 16, torch.bfloat16, sinks=4, reference=reference)
     slots, targets = (torch.randperm(200, generator=noise)[:40] for _ in range(2))
     slots[9] = 7
     streams = encode_page(pools, layout, slots)
@@ -209,6 +216,7 @@ def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
         ({"bits": 3}, "bits=3: must be one of"),
         ({"sinks": 41}, "sinks=41: must be from 0 to the page's 40 tokens"),
         ({"reference": "fp8"}, "reference='fp8': must be one of"),
+        ({"reference": "compact", "bits": 2}, "bits=2: compact residuals need anchors of 4 bits"),
     ],
 )
 def test_a_layout_refuses_what_it_is_not(options, message):
@@ -232,6 +240,39 @@ def test_streams_and_tensors_that_do_not_fit_are_refused():
     exact = replace(layout, reference="exact")
     with pytest.raises(ValueError, match="an exact residual of .* bytes does not fit its anchor"):
         decode(anchor, encode(x, exact).residual[:-8], exact)
+    compact = replace(layout, reference="compact")
+    for size in (0, 3, 4, len(encode(x, compact).residual) - 4):
+        with pytest.raises(ValueError, match=f"a compact residual of {size} bytes"):
+            decode(anchor, encode(x, compact).residual[:size], compact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compact_residual_restores_every_number_of_16_bits(dtype):
+    # A chunk has adjacent numbers. Pages of the numbers that are much smaller than those of float16 are raw.
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    reached = patterns[(patterns.float().abs() <= 32752)]
+    reached = reached[torch.argsort(reached.float(), stable=True)]
+    layout = PageLayout(CHUNK, len(reached) // CHUNK // 8 * 8, dtype, reference="compact")
+    x = reached[: CHUNK * layout.channels].view(layout.channels, CHUNK).T.contiguous()
+    layout, coded = replace(layout, channels=8), 0
+    for page in x.split(8, 1):
+        anchor, residual = encode(page.contiguous(), layout)
+        coded += not anchor[0]
+        assert same(decode(anchor, residual, layout), page)
+    assert coded > x.shape[1] // 8 // 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(DTYPES), st.integers(0, 2**20), st.integers(0, 80), st.sampled_from((0, 1, 2**31, 2**32 - 1)) | st.integers(0, 100))
+def test_compact_streams_of_any_bytes_are_decoded_or_refused(dtype, seed, words, first):
+    layout = PageLayout(33, 8, dtype, reference="compact")
+    noise = torch.Generator().manual_seed(seed)
+    anchor, residual = (torch.randint(256, (size,), generator=noise, dtype=torch.uint8) for size in (layout.coded_bytes, 4 + 4 * words))
+    residual[:4] = as_bytes(torch.tensor([first]).to(torch.uint32))
+    try:
+        decode(anchor, residual, layout)
+    except ValueError as error:
+        assert "compact residual" in str(error)
 
 
 @settings(max_examples=200, deadline=None)

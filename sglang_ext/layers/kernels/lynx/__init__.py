@@ -1,1 +1,1 @@
-"""Anchor and residual of KV (Lynx): codec.py is the interface, layout.py, scales.py and pytorch_codec.py define the format in PyTorch."""
+"""Anchor and residual of KV (Lynx): codec.py is the interface, layout.py, scales.py, pytorch_codec.py and compact_codec.py define the format."""

@@ -1,10 +1,11 @@
 """Encodes KV pages as two streams: an anchor that is usable alone, and a residual that restores 8 bits or all bits (Lynx, Algorithm 1).
 
 On CUDA devices, kernels encode and decode all tensors of a page in one launch. On other devices, PyTorch does so tensor by tensor. Both
-write the same bytes and decode them to the same numbers. layout.py defines the bytes.
+write the same bytes and decode them to the same numbers. layout.py defines the bytes. Compiled loops encode and decode compact residuals.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout,
     """Encode a page of several tensors, such as the keys and values of all layers. Waits for the device once.
 
     ``parts``: [tokens, channels] each, or with ``slots``, int64 [tokens], pools [slots, channels], of the layout's dtype. All have the same
-    shape and strides. Numbers need not be finite. The size of a residual of ``reference="exact"`` varies. Other sizes are the layout's.
+    shape and strides. Numbers need not be finite. The size of an exact or a compact residual varies. Other sizes are the layout's.
 
     Raises:
         ValueError: The tensors do not fit the layout.
@@ -34,8 +35,10 @@ def encode_page(parts: Sequence[torch.Tensor] | PageTensors, layout: PageLayout,
     tensors = parts.tensors
     empty = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
     found = [None] * len(tensors)
-    if not layout.always_raw:
-        backend = _backend(tensors[0])
+    if layout.reference == "compact" and not layout.always_raw:
+        found = [streams and Streams(*streams) for streams in _backend(tensors[0], layout).encode(parts, layout, slots)]
+    elif not layout.always_raw:
+        backend = _backend(tensors[0], layout)
         anchors, residuals = backend.anchors(parts, layout, slots)
         coded = [part for part, kind in enumerate(anchors[:, 0].tolist()) if kind != RAW]
         anchors = anchors.unbind()
@@ -65,7 +68,7 @@ def encode_page_into(
         ValueError: The tensors do not fit the layout.
     """
     parts.check(layout, slots)
-    _backend(parts.tensors[0]).write_streams(parts, layout, slots, anchors, residuals)
+    _backend(parts.tensors[0], layout).write_streams(parts, layout, slots, anchors, residuals)
 
 
 def decode_page_from(
@@ -77,7 +80,7 @@ def decode_page_from(
         ValueError: The tensors do not fit the layout.
     """
     outs.check(layout, slots)
-    _backend(outs.tensors[0]).decode(anchors, residuals, layout, outs, slots)
+    _backend(outs.tensors[0], layout).decode(anchors, residuals, layout, outs, slots)
 
 
 def decode_page(
@@ -113,11 +116,17 @@ def decode_page(
     if coded:
         rest = None if residuals is None else [residuals[part] for part in coded]
         those = outs if len(coded) == len(raw) else PageTensors(tuple(outs.tensors[part] for part in coded))
-        _backend(outs.tensors[0]).decode([anchors[part] for part in coded], rest, layout, those, slots)
+        _backend(outs.tensors[0], layout).decode([anchors[part] for part in coded], rest, layout, those, slots)
 
 
-def _backend(tensor: torch.Tensor):
-    """The module that encodes and decodes on the device of ``tensor``."""
+def _backend(tensor: torch.Tensor, layout: PageLayout) -> ModuleType:
+    """The module that encodes and decodes on the device of ``tensor``. Raises ValueError if the device has no compact residuals."""
+    if layout.reference == "compact":
+        if tensor.is_cuda:
+            raise ValueError(f"compact residuals are encoded and decoded in host memory, not on {tensor.device}: copy the page to the host")
+        from sglang_ext.layers.kernels.lynx import compact_codec
+
+        return compact_codec
     if not tensor.is_cuda:
         return pytorch_codec
     from sglang_ext.layers.kernels.lynx import triton_codec

@@ -22,6 +22,9 @@ offset, in units of 8 bytes after them, of a block of 64 channels of a row. The 
 lowest bits first. Each element is its number's index in a bin (pytorch_codec.py). The number's code and its chunk's scales determine the bin. The
 index has as many bits as the bin's last index.
 
+The residual stream of ``reference="compact"`` restores the same in fewer bits, for pages in host memory (compact_codec.py). A page whose
+compact streams would not be smaller is raw, too.
+
 The residual stream of a raw page is empty.
 
 A byte holds the codes of two channels, or their residuals, the first in the lower bits.
@@ -106,7 +109,7 @@ HEADER = 16
 CODED, RAW = 0, 1
 # Channels of a block of an exact residual, and the multiple of bytes to which its blocks are padded.
 BLOCK, UNIT = 64, 8
-REFERENCES = ("int8", "exact")
+REFERENCES = ("int8", "exact", "compact")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -120,7 +123,8 @@ class PageLayout:
         dtype: Dtype of the pool: bfloat16, float16 or float32.
         bits: Bits of an anchor's code: 4 of 8 in streams, 4 or 2 in packed blocks.
         sinks: Number of first tokens that the anchor stream holds exactly.
-        reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits.
+        reference: What the residual restores: "int8", the 8-bit codes, or "exact", the pool's bits. "compact" is "exact" in fewer bits, for pages
+            in host memory and anchors of 4 bits.
 
     Raises:
         ValueError: A value is not allowed.
@@ -141,6 +145,7 @@ class PageLayout:
             (self.bits in ANCHORS, f"bits={self.bits}: must be one of {ANCHORS}"),
             (0 <= self.sinks <= self.tokens, f"sinks={self.sinks}: must be from 0 to the page's {self.tokens} tokens"),
             (self.reference in REFERENCES, f"reference={self.reference!r}: must be one of {REFERENCES}"),
+            (self.reference != "compact" or self.bits == 4, f"bits={self.bits}: compact residuals need anchors of 4 bits"),
         )
         for holds, message in allowed:
             if not holds:
@@ -181,6 +186,11 @@ class PageLayout:
     def int8_bytes(self) -> int:
         """Size of the residual stream of a coded page, for the 8-bit reference."""
         return self.tokens * self.channels // 2
+
+    @property
+    def most_compact_bytes(self) -> int:
+        """Size that no compact residual exceeds."""
+        return max(0, self.raw_bytes - self.coded_bytes) // 4 * 4
 
     @property
     def blocks(self) -> int:

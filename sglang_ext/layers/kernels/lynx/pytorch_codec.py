@@ -27,7 +27,7 @@ from sglang_ext.layers.kernels.lynx.layout import (
     levels,
     max_level,
 )
-from sglang_ext.layers.kernels.lynx.scales import ChunkScales, as_bytes, compute_scales, read
+from sglang_ext.layers.kernels.lynx.scales import ChunkScales, EncodedScales, as_bytes, compute_scales, read
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _coded(layout: PageLayout, device: torch.device) -> torch.Tensor:
     return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
 
 
-def _filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+def filled(x: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """A page's chunks, float32 [rows, 32, channels]; other tokens replace sinks and padding, so that mean and extremes need no mask."""
     coded = _coded(layout, x.device)
     count = coded.sum(1)
@@ -193,7 +193,7 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
 
     Scales are per channel, so several tensors are one page ``x``, [tokens, parts * channels]. A raw page's scales and codes have no meaning.
     """
-    numbers = _filled(x, layout)
+    numbers = filled(x, layout)
     found = compute_scales(numbers)
     i, above = magnitudes(numbers, found.scales, layout.bits)
     v = i + 7 >> 4
@@ -201,16 +201,23 @@ def encode_anchors(x: torch.Tensor, layout: PageLayout, parts: int = 1) -> tuple
         each.to(torch.uint8).view(-1, x.shape[1])[: layout.tokens]
         for each in (torch.where(above, 8 + v, 7 - v), (v << 4) - i + 8)
     )
+    codes, rest = (_split_parts(pack_codes(each), layout.tokens, parts) for each in (codes, rest))
+    return pack_anchors(x, found, codes, layout), rest
+
+
+def pack_anchors(x: torch.Tensor, found: EncodedScales, codes: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Anchor streams, uint8 [parts, coded_bytes], from the scales of ``x``, [tokens, parts * channels], and packed codes, uint8 [parts, bytes]."""
+    parts = len(codes)
     anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
     anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
     rows = {"mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
     stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
     stored = {name: _split_parts(each, rows[name], parts) for name, each in stored.items() if len(each)}
-    stored["codes"] = _split_parts(pack_codes(codes), layout.tokens, parts)
+    stored["codes"] = codes
     for name, (offset, size) in layout.parts.items():
         if size:
             anchor[:, offset : offset + size] = stored[name]
-    return anchor, _split_parts(pack_codes(rest), layout.tokens, parts)
+    return anchor
 
 
 def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
@@ -218,7 +225,7 @@ def _split_parts(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
     return content.view(rows, parts, -1).transpose(0, 1).reshape(parts, -1)
 
 
-def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
+def read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ChunkScales, torch.Tensor]:
     """Codes, uint8 [tokens, channels]; scales; and sinks, [sinks, channels]."""
     parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
     codes = unpack_codes(parts["codes"], layout.tokens)
@@ -228,7 +235,7 @@ def _read_anchor(anchor: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor
 
 def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: PageLayout) -> torch.Tensor:
     """Decode a coded anchor, with its residual if there is one: [tokens, channels] of the layout's dtype."""
-    codes, scales, sinks = _read_anchor(anchor, layout)
+    codes, scales, sinks = read_anchor(anchor, layout)
     coded, chunks = _coded(layout, anchor.device), _chunks(codes, layout).long()
     if residual is not None and layout.reference == "exact":
         first, last = bins(chunks, scales, layout.bits, layout.dtype)
@@ -274,7 +281,7 @@ def exact_residuals(
     streams = []
     for part, anchor in zip(parts.tensors, found, strict=True):
         page = part if slots is None else part[slots]
-        codes, scales, _ = _read_anchor(anchor, layout)
+        codes, scales, _ = read_anchor(anchor, layout)
         first, last = bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
         index = ordinals(_chunks(page, layout).contiguous()) - first
         streams.append(encode_indices(index, last, _coded(layout, page.device), layout))

@@ -138,7 +138,7 @@ def load_scales(anchor, row, channel, inside, channels, mu_at, sigma_at):
 
 @triton.jit
 def padded_tokens(row, place, tokens, sinks):
-    """Tokens of a row of chunks. Sinks and tokens beyond the page are replaced by other tokens (``pytorch_codec._filled``)."""
+    """Tokens of a row of chunks. Sinks and tokens beyond the page are replaced by other tokens (``pytorch_codec.filled``)."""
     token = row * CHUNK + place
     first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
     token = tl.where((token >= first) & (token < last), token, first + place % tl.maximum(last - first, 1))
