@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
 from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
@@ -33,8 +34,12 @@ class PrefixStorage(Feature):
         "store_read_seconds": ("Seconds in which threads read and decoded these pages.",),
         "store_bad_pages": ("Objects of the prefix store that were missing when read, damaged, or of another page.",),
         "store_errors": ("Requests to the prefix store that failed.",),
+        "store_early_requests": ("Requests that drafted on anchors from the prefix store, before their full KV was restored.",),
+        "store_early_seconds": ("Seconds from the arrival of these requests to their first draft.",),
+        "store_early_accepted": ("Accepted drafts of the first verifications of these requests.",),
     }
     _stored: StoredPrefixes | None = None
+    _drafter: EarlyDrafter | None = None
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> None:
         """Attach the store to the prefix tree, which has its host tier.
@@ -59,7 +64,10 @@ class PrefixStorage(Feature):
             backend = open_backend(args.kv_store)
         except StoreError as error:
             raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
-        self._stored = tree_cache.stored = StoredPrefixes(tree_cache.host, PrefixStore(backend, args.kv_store), form, worker.ranks)
+        if args.kv_mode == "verified" and form.form != "raw":
+            self._drafter = EarlyDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
+        store = PrefixStore(backend, args.kv_store)
+        self._stored = tree_cache.stored = StoredPrefixes(tree_cache.host, store, form, worker.ranks, self._drafter)
         logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
@@ -77,6 +85,10 @@ class PrefixStorage(Feature):
         yield "store_read_seconds", counters.read_seconds
         yield "store_bad_pages", counters.bad_pages
         yield "store_errors", counters.errors
+        if self._drafter is not None:
+            yield "store_early_requests", self._drafter.requests
+            yield "store_early_seconds", self._drafter.seconds
+            yield "store_early_accepted", worker.requests.accepted_early
 
 
 def model_identity(args: "KVServerArgs") -> str:

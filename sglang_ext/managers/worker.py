@@ -19,6 +19,7 @@ from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, cr
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
+from sglang_ext.managers.spec_decode.early_drafts import EARLY_ROWS
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
@@ -84,7 +85,8 @@ class KVWorker(BaseSpecWorker):
         plan = self.memory.release(pool.size, self.token_to_kv_pool_allocator.size)
         self._rows, width = pool.req_to_token.shape
         width += self.memory.ahead
-        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
+        # The last rows are those of requests that draft while they wait.
+        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows + EARLY_ROWS, width)
         query_template = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size

@@ -138,7 +138,7 @@ class RoundSetup:
 
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
         row, provider = state.row, self.provider
-        is_early = provider.is_early(row)
+        is_early = state.is_early or provider.is_early(row)
         return RequestView(
             state=state,
             length=length,
@@ -148,7 +148,7 @@ class RoundSetup:
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,
-            has_arrived=not is_early or provider.has_arrived(row),
+            has_arrived=state.is_early or not is_early or provider.has_arrived(row),
             is_offloaded=provider.is_offloaded(row),
             is_lost=provider.is_lost(row),
             tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,

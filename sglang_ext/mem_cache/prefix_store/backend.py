@@ -6,6 +6,8 @@ two servers that write one object write the same bytes. A backend may lose any o
 
 import pkgutil
 import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -126,6 +128,10 @@ BACKENDS = {
 """For each scheme of a URL the form of its URLs, and the class of the backend. A class and its library are imported if a URL needs them."""
 
 
+PACED = "?bench-gbit="
+"""Ends a URL before the rate of a simulated link."""
+
+
 def check_url(url: str) -> None:
     """Raise ``OptionError`` unless a backend has the scheme of ``url``."""
     if url.partition(":")[0] not in BACKENDS:
@@ -145,4 +151,34 @@ def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:
     """
     check_url(url)
     _, name = BACKENDS[url.partition(":")[0]]
-    return pkgutil.resolve_name(f"sglang_ext.mem_cache.prefix_store.{name}").from_url(url, max_bytes)
+    url, mark, gbit = url.partition(PACED)
+    backend = pkgutil.resolve_name(f"sglang_ext.mem_cache.prefix_store.{name}").from_url(url, max_bytes)
+    return PacedBackend(backend, gbit) if mark else backend
+
+
+class PacedBackend:
+    """A backend behind a simulated link, for benchmarks: ``file:FOLDER?bench-gbit=0.05``. Only reads are paced.
+
+    Raises:
+        OptionError: ``gbit`` is not a positive number.
+    """
+
+    def __init__(self, backend: StoreBackend, gbit: str) -> None:
+        try:
+            self._bytes_per_second = float(gbit) * 1e9 / 8
+        except ValueError:
+            self._bytes_per_second = 0.0
+        if not self._bytes_per_second > 0:
+            raise OptionError(f"prefix store: {PACED}{gbit}: pass a positive number of Gbit per second")
+        self._backend, self._lock, self._free_at = backend, threading.Lock(), 0.0
+        self.put, self.count_run, self.delete = backend.put, backend.count_run, backend.delete
+        self.objects, self.statistics, self.close = backend.objects, backend.statistics, backend.close
+
+    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
+        """See :meth:`StoreBackend.read`. Returns when the link could have transferred the bytes."""
+        size = sum(each.memory.nbytes for each in ranges)
+        with self._lock:
+            self._free_at = until = max(self._free_at, time.monotonic()) + size / self._bytes_per_second
+        filled = self._backend.read(ranges)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return filled

@@ -225,6 +225,13 @@ class StoredPage:
         self._anchors = torch.cat([found, found.new_empty(missing)]) if missing else found
         self._residuals, self._header = found.new_empty(_packed_size(header.residuals)), header
 
+    @property
+    def anchor_share(self) -> float:
+        """Share of the object's bytes before its residuals."""
+        self._opened()
+        begin = self.form.header_bytes + len(self._anchors)
+        return begin / (begin + len(self._residuals))
+
     def anchor_ranges(self) -> list[ReadRange]:
         """The anchors that the first range lacks. None unless tensors are raw."""
         return self._ranges(len(self._first), self._anchors[len(self._first) - self.form.header_bytes :])
@@ -333,6 +340,11 @@ def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> N
     _fill(backend, [page.first_range()])
     page.open()
     _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+
+
+def fetch_residuals(backend: StoreBackend, page: StoredPage) -> None:
+    """Read the residuals of a page whose anchors were read. Raises as :func:`fetch_page`."""
+    _fill(backend, page.residual_ranges())
 
 
 def check_object(name: str, content: memoryview) -> None:
