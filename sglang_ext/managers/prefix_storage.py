@@ -64,7 +64,8 @@ class PrefixStorage(Feature):
             backend = open_backend(args.kv_store)
         except StoreError as error:
             raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
-        if args.kv_mode == "verified" and form.form != "raw":
+        # A prefill server decodes nothing.
+        if args.kv_mode == "verified" and form.form != "raw" and args.disaggregation_mode == "null":
             self._drafter = EarlyDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
         store = PrefixStore(backend, args.kv_store)
         self._stored = tree_cache.stored = StoredPrefixes(tree_cache.host, store, form, worker.ranks, self._drafter)

@@ -86,7 +86,8 @@ class KVWorker(BaseSpecWorker):
         self._rows, width = pool.req_to_token.shape
         width += self.memory.ahead
         # The last rows are those of requests that draft while they wait.
-        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows + EARLY_ROWS, width)
+        early_rows = EARLY_ROWS if options.has_prefix_store(args) else 0
+        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows + early_rows, width)
         query_template = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
