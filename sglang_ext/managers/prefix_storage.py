@@ -89,7 +89,6 @@ class PrefixStorage(Feature):
         if self._drafter is not None:
             yield "store_early_requests", self._drafter.requests
             yield "store_early_seconds", self._drafter.seconds
-            yield "store_early_accepted", worker.requests.accepted_early
 
 
 def model_identity(args: "KVServerArgs") -> str:

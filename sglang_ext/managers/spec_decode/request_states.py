@@ -96,9 +96,8 @@ class RequestStates:
         self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
-        # Drafts of waiting requests by id, and accepted drafts of all requests (early_drafts.py).
+        # Drafts that requests made while they waited, by id, until they are admitted (early_drafts.py).
         self.early_drafts: dict[str, EarlyDrafts] = {}
-        self.accepted_early = 0
 
     def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
         """States of a batch's requests. Those that another server prefilled are admitted in their first round."""

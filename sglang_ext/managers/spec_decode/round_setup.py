@@ -162,6 +162,8 @@ class RoundSetup:
             view = self._view(req, state, length)
             if view.is_early and not view.stays_early:
                 self.provider.end_early_decoding(view.row)
+            if state.is_early:
+                self.provider.pin_for_round(view.row)
             if not view.is_open:
                 continue
             # The last token of an output needs no draft.

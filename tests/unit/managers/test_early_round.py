@@ -22,7 +22,8 @@ def early_round(count, right, away=None):
     toy.worker.compressed_kv.buffers = SimpleNamespace(keys=(torch.zeros(20000, 1, 1),), values=(torch.zeros(20000, 1, 1),))
     committed = toy.committed[states[0].row]
     drafts = true_tokens(committed, count - 1)
-    drafts[right:] = [96] * (count - 1 - right)
+    # No token of full KV.
+    drafts[right:] = [97] * (count - 1 - right)
     kv = [torch.full((count - 1, 1, 1), 5.0)] * 2
     states[0].early_drafts = EarlyDrafts(0, torch.tensor([committed[-1], *drafts]), kv)
     slots = toy.steps.table[states[0].row, PROMPT : PROMPT + count - 1].long()
