@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 # Default of --kv-budget: the share of tokens that compressed KV keeps.
@@ -100,6 +101,25 @@ class AcceptanceTracker:
         return self.accepted / (self.accepted + self.rejected)
 
 
+EARLY_ROWS = 4
+"""Requests that may draft at once while they wait for a prefix store."""
+
+
+@dataclass(frozen=True)
+class EarlyDrafts:
+    """Drafts that a request made on anchors from a prefix store, before it was admitted.
+
+    Attributes:
+        seed: Seed of their noise.
+        tokens: int64 [drafts], on the device. The first one is a draft of the token that the prefill samples.
+        kv: Keys of all layers, then values, for all drafts but the last: [drafts - 1, kv_heads, head_dim] each.
+    """
+
+    seed: int
+    tokens: "torch.Tensor"
+    kv: "Sequence[torch.Tensor]"
+
+
 @dataclass
 class RequestState:
     """Draft state of one running request; the worker creates and updates it.
@@ -116,6 +136,8 @@ class RequestState:
         compressor: Catalogue number of the method that created or refreshed its compressed KV last; 0 before that.
         fallback: Index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         num_pending: Draft tokens since the last verification; the loop sets it. The tokens are stored on the device.
+        early_drafts: Drafts that were made before it was admitted, until its first round.
+        is_early: Its pending drafts are early drafts.
         verifies, offered, accepted: Totals over the request's life.
         accept_histogram, offer_histogram: Element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
         acceptance: Estimates how often its drafts are accepted.
@@ -131,6 +153,8 @@ class RequestState:
     compressor: int = 0
     fallback: int = 0
     num_pending: int = 0
+    early_drafts: EarlyDrafts | None = None
+    is_early: bool = False
     verifies: int = 0
     offered: int = 0
     accepted: int = 0

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sglang_ext.config import options
 from sglang_ext.core import OptionError, TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -15,6 +16,7 @@ from sglang_ext.mem_cache.scores import model_folder, model_key
 
 if TYPE_CHECKING:
     from sglang_ext.config.rules import KVServerArgs
+    from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
@@ -34,16 +36,28 @@ class PrefixStorage(Feature):
         "store_read_seconds": ("Seconds in which threads read and decoded these pages.",),
         "store_bad_pages": ("Objects of the prefix store that were missing when read, damaged, or of another page.",),
         "store_errors": ("Requests to the prefix store that failed.",),
+        "store_early_requests": ("Requests that drafted on anchors from the prefix store, before their full KV was restored.",),
+        "store_early_seconds": ("Seconds from the arrival of these requests to their first draft.",),
+        "store_early_accepted": ("Accepted drafts of the first verifications of these requests.",),
     }
     _stored: StoredPrefixes
+    _drafter: "EarlyDrafter | None" = None
 
     def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> None:
         """Attach the store to the prefix tree, which has its host tier. Errors are those of :func:`attach_store`."""
-        self._stored = attach_store(tree_cache, self.args, worker.buffers, worker.ranks)
+        args = self.args
+        if options.drafts_on_stored_anchors(args):
+            from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
+
+            self._drafter = EarlyDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
+        self._stored = attach_store(tree_cache, args, worker.buffers, worker.ranks, self._drafter)
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
         """Totals of the store."""
         yield from store_values(self._stored)
+        if self._drafter is not None:
+            yield "store_early_requests", self._drafter.requests
+            yield "store_early_seconds", self._drafter.seconds
 
 
 def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
@@ -61,10 +75,12 @@ def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
     yield "store_errors", counters.errors
 
 
-def attach_store(tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuffers, ranks: TPRanks) -> StoredPrefixes:
+def attach_store(
+    tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuffers, ranks: TPRanks, drafter: "EarlyDrafter | None" = None
+) -> StoredPrefixes:
     """Let the prefix tree, which has its host tier, write to a prefix store and read from it.
 
-    ``buffers`` are the layers of SGLang's pool.
+    ``buffers`` are the layers of SGLang's pool. ``drafter`` drafts for requests that wait for the store.
 
     Raises:
         OptionError: The store cannot be reached, or does not support the KV.
@@ -86,7 +102,7 @@ def attach_store(tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuff
         backend = open_backend(args.kv_store)
     except StoreError as error:
         raise OptionError(f"--kv-store {args.kv_store}: {error}") from error
-    tree.stored = StoredPrefixes(tree.host, PrefixStore(backend, args.kv_store), form, ranks)
+    tree.stored = StoredPrefixes(tree.host, PrefixStore(backend, args.kv_store), form, ranks, drafter)
     logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
     return tree.stored
 

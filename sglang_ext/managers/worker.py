@@ -12,7 +12,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options
-from sglang_ext.core import TPRanks
+from sglang_ext.core import EARLY_ROWS, TPRanks
 from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
@@ -86,7 +86,9 @@ class KVWorker(BaseSpecWorker):
         plan = self.memory.release(pool.size, self.token_to_kv_pool_allocator.size)
         self._rows, width = pool.req_to_token.shape
         width += self.memory.ahead
-        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
+        # The last rows are those of requests that draft while they wait.
+        early_rows = EARLY_ROWS if options.drafts_on_stored_anchors(args) else 0
+        table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows + early_rows, width)
         query_template = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, query_template)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size

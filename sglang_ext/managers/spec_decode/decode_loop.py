@@ -108,6 +108,7 @@ class DecodeLoop:
         emitting = {*plan.verify_reqs, *plan.full_kv_reqs}
         for i, state in enumerate(states):
             state.num_pending = 0 if i in emitting else plan.num_draft_tokens(i)
+            state.is_early &= state.num_pending > 0
         self.round_timer.on_launched()
         return result
 
@@ -116,6 +117,8 @@ class DecodeLoop:
         for state, length in zip(states, lengths):
             # Drop the queries of rejected drafts here: graphs of steps, which may follow, would not overwrite them.
             worker.queries.drop_rejected(state.row, length)
+            if state.early_drafts is not None:
+                self._take_early_drafts(state, length)
         wanted, interval = self.round_timer.start_round(lengths, states)
         self._update_placement()
         seconds = worker.ranks.agree(self.round_timer.recent_rounds.seconds or None) if self.provider.policy is not None else None
@@ -128,6 +131,16 @@ class DecodeLoop:
 
             integrity.check_round(batch.reqs, plan, self.provider, worker.compressed_kv)
         return plan
+
+    def _take_early_drafts(self, state: RequestState, length: int) -> None:
+        """Make a request's early drafts its pending drafts, in its first round. ``length``: tokens of its prompt."""
+        drafts, state.early_drafts = state.early_drafts, None
+        state.num_pending, state.is_early = len(drafts.tokens) - 1, True
+        self.pending_drafts.tokens[state.row, : state.num_pending] = drafts.tokens[1:]
+        compressed_kv = self.worker.compressed_kv
+        slots = compressed_kv.token_table[state.row, length : length + state.num_pending].long()
+        for buffer, kv in zip((*compressed_kv.buffers.keys, *compressed_kv.buffers.values), drafts.kv, strict=True):
+            buffer[slots] = kv
 
     def _update_placement(self) -> None:
         """Update how much full KV may leave the device, every PLACEMENT_INTERVAL rounds."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
-from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, RequestState
+from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, EarlyDrafts, RequestState
 from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -96,6 +96,8 @@ class RequestStates:
         self._by_method = [AcceptanceTracker(decay=SLOW_DECAY) for _ in offered_methods] or [self.overall_acceptance]
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
+        # Drafts that requests made while they waited, by id, until they are admitted (early_drafts.py).
+        self.early_drafts: dict[str, EarlyDrafts] = {}
 
     def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
         """States of a batch's requests. Those that another server prefilled are admitted in their first round."""
@@ -106,21 +108,28 @@ class RequestStates:
         row = req.req_pool_idx
         if row in self._states:
             return self._states[row]  # an earlier chunk of the same prompt
-        self._admitted += 1
+        early = self.early_drafts.pop(req.rid, None)
+        seed = self.new_seed(req) if early is None else early.seed
         method = self.method_of(req)
         state = self._states[row] = RequestState(
             rid=req.rid,
             row=row,
-            seed=noise_seed(req, self.args, self._admitted),
+            seed=seed,
             cached_prompt_len=matched,
             prompt=req.origin_input_ids,
             namespace=namespace(req),
             method=method,
             fallback=fallback_reason(req),
             acceptance=AcceptanceTracker.from_probability(self._by_method[method].probability),
+            early_drafts=early,
         )
         restore_counters(req, state)
         return state
+
+    def new_seed(self, req: "Req") -> int:
+        """The noise seed of a request that is admitted, or drafts before that."""
+        self._admitted += 1
+        return noise_seed(req, self.args, self._admitted)
 
     def count_verify(self, state: RequestState, offered: int, accepted: int) -> None:
         """Count a verification of the request with this state."""
@@ -147,6 +156,7 @@ class RequestStates:
     def clear(self) -> None:
         """Drop the states of all requests."""
         self._states.clear()
+        self.early_drafts.clear()
 
 
 def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:

@@ -121,6 +121,9 @@ class RoundReport:
                     if self.interval is not None:
                         self.interval.observe(plan.selection_interval, offered, num_tokens - 1)
                     self.count_verify(offered, num_tokens - 1)
+                    if i in plan.early_reqs:
+                        # Counted by servers with a prefix store.
+                        self.metrics.count("store_early_accepted", num_tokens - 1)
             state.fallback = plan.fallbacks[i]
             write_counters(req, state)
             if self.timeline is not None:

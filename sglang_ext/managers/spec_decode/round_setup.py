@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.managers.kv_offload.policy import OffloadPolicy
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
+    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
+        EarlyRequests,
+        FreedFullKV,
+    )
     from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
@@ -138,7 +141,7 @@ class RoundSetup:
 
     def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
         row, provider = state.row, self.provider
-        is_early = provider.is_early(row)
+        is_early = state.is_early or provider.is_early(row)
         return RequestView(
             state=state,
             length=length,
@@ -148,7 +151,7 @@ class RoundSetup:
             has_compressed=self.compressed_kv.get(row) is not None,
             can_get_queries=self.can_get_queries(row),
             is_early=is_early,
-            has_arrived=not is_early or provider.has_arrived(row),
+            has_arrived=state.is_early or not is_early or provider.has_arrived(row),
             is_offloaded=provider.is_offloaded(row),
             is_lost=provider.is_lost(row),
             tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,
@@ -162,6 +165,8 @@ class RoundSetup:
             view = self._view(req, state, length)
             if view.is_early and not view.stays_early:
                 self.provider.end_early_decoding(view.row)
+            if state.is_early:
+                self.provider.pin_for_round(view.row)
             if not view.is_open:
                 continue
             # The last token of an output needs no draft.

@@ -3,6 +3,7 @@
 *Writing.* When the tree takes the KV of a prompt or an answer, it backs the nodes up to the host. Threads write their pages from there.
 *Reading.* A waiting request asks for the pages that follow its match. They arrive in host pages, as a node of the tree, and the request loads
 them as any other node on the host. While pages arrive, other requests run.
+*Drafting early.* If a drafter is given, the anchors of all pages are read first. The request drafts on them until the pages are restored.
 
 A store page has :attr:`StoredPrefixes.unit` tokens: one host page or several. All ranks call the methods in the same order. What changes
 their trees is agreed: the pages found, the pages restored, and the writes that have ended.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -31,6 +33,9 @@ from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage
 from sglang_ext.mem_cache.prefix_store.store import READERS, PageRun, PrefixStore
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
 MAX_HELD_SHARE = 0.5
 """Share of the host pages that may wait to be written. Further pages are not written."""
 MAX_KNOWN_PAGES = 1 << 20
@@ -44,6 +49,42 @@ SPIN_SECONDS = 0.001
 the reading threads."""
 RECENT_RATES = 16
 """Newest prefills whose fastest rate counts. Beside other requests a prefill takes longer."""
+
+
+class EarlyDrafter(Protocol):
+    """Drafts for requests that wait for their full KV. All ranks call the methods in the same order."""
+
+    @property
+    def held_slots(self) -> int:
+        """Device slots that :meth:`free_all` would free."""
+        ...
+
+    def can_draft(self, req: "Req", end: int) -> bool:
+        """Whether a request may draft, whose first ``end`` tokens come from the store."""
+        ...
+
+    def start(self, req: "Req", begin: int, host_pages: torch.Tensor, since: float) -> None:
+        """Load anchors from ``host_pages``, int64 [pages], for the tokens from ``begin`` on. Afterwards the pages may be overwritten.
+
+        ``since``: when the request arrived, in seconds of ``time.monotonic``.
+        """
+        ...
+
+    def step(self, rid: str) -> bool:
+        """Run one forward of a request that drafts. Returns False if there is nothing to run."""
+        ...
+
+    def finish(self, rid: str) -> None:
+        """Free the request's slots, and keep its drafts for its first round."""
+        ...
+
+    def abort(self, rid: str) -> None:
+        """Free the request's slots, and forget its drafts."""
+        ...
+
+    def free_all(self) -> None:
+        """Free all slots, because others need them."""
+        ...
 
 
 @dataclass
@@ -60,6 +101,7 @@ class Fetch:
         host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
         run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
+        req: The request, if it may draft while it waits. None otherwise.
     """
 
     tokens: Sequence[int]
@@ -70,6 +112,7 @@ class Fetch:
     host_pages: torch.Tensor | None = None
     run: PageRun | None = None
     asked: float = 0.0
+    req: "Req | None" = None
 
     def wait_if_idle(self) -> None:
         """Wait if the scheduler asks again at once."""
@@ -111,6 +154,7 @@ class StoredPrefixes:
         host: The tree's KV on the host.
         store: The store.
         form: Format of the objects; its page size is the unit.
+        drafter: Drafts for waiting requests. None if they do not draft.
 
     Attributes:
         unit: Tokens of a store page.
@@ -119,7 +163,10 @@ class StoredPrefixes:
         dropped: Store pages that were not written, because too many waited.
     """
 
-    def __init__(self, host: HostStore, store: PrefixStore, form: ObjectFormat, ranks: TPRanks = TPRanks()) -> None:
+    def __init__(
+        self, host: HostStore, store: PrefixStore, form: ObjectFormat, ranks: TPRanks = TPRanks(), drafter: EarlyDrafter | None = None
+    ) -> None:
+        self.drafter = drafter
         self.host, self.store, self.form, self.unit, self._ranks = host, store, form, form.page_size, ranks
         self._page_size = host.nodes.page_size
         self.hits = self.misses = self.skipped_slow = self.dropped = 0
@@ -204,8 +251,8 @@ class StoredPrefixes:
         fetch = self._fetches.get(rid)
         return None if fetch is None else fetch.run
 
-    def start(self, rid: str, node: TieredNode, new_tokens: Sequence[int]) -> None:
-        """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``."""
+    def start(self, rid: str, node: TieredNode, new_tokens: Sequence[int], req: "Req | None" = None) -> None:
+        """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``. With ``req`` it may draft."""
         self._release_written()
         before, begin = path(node), node.end
         end = (begin + len(new_tokens)) // self.unit * self.unit
@@ -216,7 +263,7 @@ class StoredPrefixes:
         first = begin // self.unit * self.unit
         hashes = self._hashes(tokens)[first // self.unit :]
         pages = [StoredPage(self.form, page_hash, start) for page_hash, start in zip(hashes, range(first, end, self.unit))]
-        self._fetches[rid] = Fetch(tokens, begin, pages, self.store.count_run([page.name for page in pages]))
+        self._fetches[rid] = Fetch(tokens, begin, pages, self.store.count_run([page.name for page in pages]), req=req)
 
     def is_done(self, rid: str) -> bool:
         """Whether a request waits for no pages any more. Those that arrived are in the tree then."""
@@ -228,13 +275,16 @@ class StoredPrefixes:
             fetch.wait_if_idle()
             return False
         if fetch.run is not None:
-            now = fetch.run.restored, fetch.run.ended, self._is_too_slow(fetch)
+            now = fetch.run.ended, self._is_too_slow(fetch), fetch.run.has_anchors
             states = self._ranks.gather(now)
-            if not all(ended for _, ended, _ in states) and not states[0][2]:
-                fetch.wait_if_idle()
+            if not all(ended for ended, _, _ in states) and not states[0][1]:
+                if not self._draft(fetch, all(has_anchors for _, _, has_anchors in states)):
+                    fetch.wait_if_idle()
                 return False
             fetch.run.stop()
             restored = min(self._ranks.gather(fetch.run.restored))
+            if self.drafter is not None:
+                self.drafter.finish(rid)
             self._loaded[rid] = self._insert(fetch, restored)
         else:
             restored = 0
@@ -246,6 +296,16 @@ class StoredPrefixes:
         self.compute.begin(rid)
         return True
 
+    def _draft(self, fetch: Fetch, has_anchors: bool) -> bool:
+        """Run one forward on anchors, if they are there. Returns whether something was done."""
+        if self.drafter is None or fetch.req is None:
+            return False
+        if not has_anchors:
+            return self.drafter.step(fetch.req.rid)
+        self.drafter.start(fetch.req, fetch.begin, fetch.host_pages, fetch.since)
+        fetch.run.release_anchors()
+        return True
+
     def pop_loaded(self, rid: str) -> int:
         """Tokens of a request that came from the store. The next call returns 0."""
         return self._loaded.pop(rid, 0)
@@ -255,6 +315,8 @@ class StoredPrefixes:
         fetch = self._fetches.pop(rid, None)
         self._loaded.pop(rid, None)
         self.compute.forget(rid)
+        if self.drafter is not None:
+            self.drafter.abort(rid)
         if fetch is not None and fetch.run is not None:
             fetch.run.stop()
             self.host.tier.pool.pages.free(fetch.host_pages)
@@ -283,7 +345,9 @@ class StoredPrefixes:
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
             finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
-            fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish)
+            end = fetch.begin + tokens
+            drafts = self.drafter is not None and fetch.req is not None and self.form.form != "raw" and self.drafter.can_draft(fetch.req, end)
+            fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish, anchors=finish if drafts else None)
         return True
 
     def _predicts_loss(self, pages: int, tokens: int) -> bool:
@@ -294,14 +358,13 @@ class StoredPrefixes:
 
     def _is_too_slow(self, fetch: Fetch) -> bool:
         """Whether the pages that are missing would take longer than computing them, by the progress so far."""
-        elapsed, restored = time.monotonic() - fetch.since, fetch.run.restored
+        elapsed, pages, progress = time.monotonic() - fetch.since, fetch.run.num_pages, fetch.run.progress
         if elapsed > FETCH_SECONDS:
             return True
-        missing = fetch.run.num_pages - restored
-        compute = self.compute.seconds(missing * self.unit)
+        compute = self.compute.seconds((pages - fetch.run.restored) * self.unit)
         if compute is None or elapsed < GRACE_SECONDS + GRACE_SHARE * compute:
             return False
-        return elapsed / max(restored, 0.5) * missing > compute
+        return elapsed / max(progress, 0.5) * (pages - progress) > compute
 
     def _own_pages(self, fetch: Fetch, page: StoredPage) -> torch.Tensor:
         """Host pages of a store page's tokens from ``fetch.begin`` on."""

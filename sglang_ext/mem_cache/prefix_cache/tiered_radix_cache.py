@@ -69,6 +69,8 @@ class TieredRadixCache(RadixCache):
         self.early: "EarlyRequests | None" = None
         self.freed_full_kv: "FreedFullKV | None" = None
         self.recomputed = 0
+        # The request that was matched last. SGLang passes only its id to prefetch_from_storage.
+        self._matched: Any = None
         self._ended: Callable[[int], None] = lambda row: None
         self._inserts_outputs = True
         super().__init__(params)
@@ -77,7 +79,7 @@ class TieredRadixCache(RadixCache):
         """Store full KV in ``tier`` too. The trees of all ranks do the same. ``options`` and errors are those of :class:`HostStore`."""
         from sglang_ext.mem_cache.prefix_cache.host_store import HostStore
 
-        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, self._allocate, **options)
+        self.host = HostStore(self.nodes, tier, self.eviction_strategy.get_priority, self.allocate, **options)
 
     def bind(
         self,
@@ -117,6 +119,7 @@ class TieredRadixCache(RadixCache):
         ``device_indices``, up to ``last_device_node``, are ready to be read. ``host_hit_length`` more tokens, up to ``best_match_node``
         (equal to ``last_host_node``), become ready with :meth:`init_load_back`.
         """
+        self._matched = params.req
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
@@ -165,7 +168,7 @@ class TieredRadixCache(RadixCache):
     def _load(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
         quantized = [node for node in nodes if node.is_quantized_only]
-        if quantized and not self.freed_full_kv.restore(quantized, self._allocate):
+        if quantized and not self.freed_full_kv.restore(quantized, self.allocate):
             return
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
@@ -263,7 +266,8 @@ class TieredRadixCache(RadixCache):
     ) -> None:
         """Ask the prefix store for the pages of a waiting request that follow ``last_host_node``."""
         if self.stored is not None:
-            self.stored.start(req_id, last_host_node, new_input_tokens)
+            is_known = self._matched is not None and self._matched.rid == req_id
+            self.stored.start(req_id, last_host_node, new_input_tokens, self._matched if is_known else None)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """Whether the request waits for no pages of the prefix store. Those that arrived are in the tree then."""
@@ -338,6 +342,10 @@ class TieredRadixCache(RadixCache):
             return EvictResult()
         start_time = time.perf_counter()
         evicted = self._evict(params.num_tokens)
+        if evicted < params.num_tokens and (held := self._held_by_drafts):
+            self.stored.drafter.free_all()
+            # Nodes that only drafts locked can be evicted now.
+            evicted += held + self._evict(params.num_tokens - evicted - held)
         if evicted < params.num_tokens and self.residency is not None:
             evicted += self.residency.drop(params.num_tokens - evicted)
         self.update_eviction_metrics(evicted, start_time)
@@ -384,18 +392,24 @@ class TieredRadixCache(RadixCache):
             self.host.back_up(node)
         return self.nodes.drop(node) if node.host_value is None and not node.replacing_segments else self.nodes.free_value(node)
 
-    def _allocate(self, tokens: int) -> torch.Tensor | None:
+    def allocate(self, tokens: int) -> torch.Tensor | None:
         """Allocate ``tokens`` slots, int64, evicting if necessary. None if there are not enough."""
         evict_from_tree_cache(self, tokens)
         return self.token_to_kv_pool_allocator.alloc(tokens)
 
     def evictable_size(self) -> int:
-        """Slots that :meth:`evict` can free: of unlocked nodes, unused segments, and running requests' full KV that may leave the device."""
-        return self.nodes.evictable + self.segments.unused_tokens + self._offered
+        """Slots that :meth:`evict` can free: of unlocked nodes, unused segments, waiting requests' drafts, and running requests' full KV that may
+        leave the device."""
+        return self.nodes.evictable + self.segments.unused_tokens + self._held_by_drafts + self._offered
 
     def protected_size(self) -> int:
         """Slots of locked nodes that cannot leave the device."""
         return self.nodes.protected - self._offered
+
+    @property
+    def _held_by_drafts(self) -> int:
+        """Slots of waiting requests that draft."""
+        return 0 if self.stored is None or self.stored.drafter is None else self.stored.drafter.held_slots
 
     @property
     def _offered(self) -> int:

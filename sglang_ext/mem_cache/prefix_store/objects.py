@@ -36,13 +36,7 @@ from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_pa
 from sglang_ext.layers.kernels.lynx.layout import ALIGNMENT, PageLayout, PageTensors
 from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
 from sglang_ext.layers.kernels.lynx.scales import as_bytes
-from sglang_ext.mem_cache.prefix_store.backend import (
-    MAX_OBJECT_BYTES,
-    ReadRange,
-    StoreBackend,
-    StoreError,
-    check_name,
-)
+from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
 
 FORMS = ("anchored", "raw")
 """Values of ``--kv-store-form``."""
@@ -228,6 +222,13 @@ class StoredPage:
         self._anchors = torch.cat([found, found.new_empty(missing)]) if missing else found
         self._residuals, self._header = found.new_empty(_packed_size(header.residuals)), header
 
+    @property
+    def anchor_share(self) -> float:
+        """Share of the object's bytes before its residuals."""
+        self._opened()
+        begin = self.form.header_bytes + len(self._anchors)
+        return begin / (begin + len(self._residuals))
+
     def anchor_ranges(self) -> list[ReadRange]:
         """The anchors that the first range lacks. None unless tensors are raw."""
         return self._ranges(len(self._first), self._anchors[len(self._first) - self.form.header_bytes :])
@@ -336,6 +337,11 @@ def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> N
     _fill(backend, [page.first_range()])
     page.open()
     _fill(backend, page.anchor_ranges() + (page.residual_ranges() if exact else []))
+
+
+def fetch_residuals(backend: StoreBackend, page: StoredPage) -> None:
+    """Read the residuals of a page whose anchors were read. Raises as :func:`fetch_page`."""
+    _fill(backend, page.residual_ranges())
 
 
 def check_object(name: str, content: memoryview) -> None:

@@ -10,18 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth
 from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError
-from sglang_ext.mem_cache.prefix_store.objects import (
-    ObjectError,
-    StoredPage,
-    encode_object,
-    fetch_page,
-)
+from sglang_ext.mem_cache.prefix_store.objects import ObjectError, StoredPage, encode_object, fetch_page, fetch_residuals
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +36,8 @@ PageTensors = Callable[[StoredPage], Sequence[torch.Tensor]]
 """Returns a page's keys of all layers, then its values: [page_size, heads, head_dim] each, in host memory."""
 PageDone = Callable[[StoredPage, Sequence[torch.Tensor]], None]
 """Receives a restored page, and its tensors."""
+PageFetch = Callable[[StoreBackend, StoredPage], None]
+"""Reads bytes of a page. Raises as ``fetch_page``."""
 
 
 @dataclass
@@ -83,16 +81,27 @@ class Availability:
 class PageRun:
     """Pages that are being read, in the order of the prompt.
 
-    Reading threads fill the caller's tensors until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free.
+    Reading threads fill the caller's tensors until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free. In a run
+    with anchors first, the tensors hold the anchors of all pages once :attr:`has_anchors`. They stay until :meth:`release_anchors`.
 
     Attributes:
         num_pages: Number of pages.
+        anchor_share: Share of a page's bytes that its anchors take. 0 in a run without anchors first.
+        seconds: For each page, the seconds in which threads read and decoded it.
+
+    Args:
+        submit: Runs work in a reading thread. None in a run without anchors first.
     """
 
-    def __init__(self, pages: int) -> None:
-        self.num_pages = pages
+    def __init__(self, pages: int, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
+        self.num_pages, self.anchor_share = pages, 0.0
+        self.seconds = [0.0] * pages
         self._states: list[bool | None] = [None] * pages
+        self._anchors: list[bool | None] = [None] * pages
         self._stopped, self._filling = False, 0
+        self._submit = submit
+        # Work that overwrites anchors. None if it need not wait.
+        self._waiting: list[Callable[[], None]] | None = None if submit is None else []
         self._changed = threading.Condition()
 
     @property
@@ -105,6 +114,32 @@ class PageRun:
         """Whether no page after the leading restored ones can become useful."""
         first = next((state for state in self._states if not state), True)
         return first is not None
+
+    @property
+    def progress(self) -> float:
+        """Bytes read so far, in pages."""
+        anchors = sum(map(bool, self._anchors)) * self.anchor_share
+        return anchors + self.restored * (1 - self.anchor_share)
+
+    @property
+    def has_anchors(self) -> bool:
+        """Whether the caller's tensors hold the anchors of all pages."""
+        return all(self._anchors) and self._waiting is not None
+
+    def release_anchors(self) -> None:
+        """Let the reading threads overwrite the anchors."""
+        with self._changed:
+            waiting, self._waiting = self._waiting or [], None
+        for work in waiting:
+            self._submit(work)
+
+    def when_released(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which overwrites anchors, once they are not needed. Called by reading threads."""
+        with self._changed:
+            if self._waiting is not None:
+                self._waiting.append(work)
+                return
+        work()
 
     def fill(self, fill: Callable[[], None]) -> bool:
         """Call ``fill``, which writes a page, unless the run was stopped. Returns whether it was called."""
@@ -124,6 +159,16 @@ class PageRun:
         """Record how page ``index`` ended. Called by reading threads."""
         self._states[index] = restored
 
+    def note_anchors(self, index: int, filled: bool) -> bool:
+        """Record whether the tensors hold the anchors of page ``index``. Returns whether it was the last page."""
+        with self._changed:
+            self._anchors[index] = filled
+            return None not in self._anchors
+
+    def is_anchored(self, index: int) -> bool:
+        """Whether the anchors of page ``index`` were read."""
+        return bool(self._anchors[index])
+
     @property
     def stopped(self) -> bool:
         """Whether :meth:`stop` was called."""
@@ -132,7 +177,7 @@ class PageRun:
     def stop(self) -> None:
         """Let no thread write the caller's tensors any more. Waits for those that write now, but not for the store."""
         with self._changed:
-            self._stopped = True
+            self._stopped, self._waiting = True, None
             self._changed.wait_for(lambda: not self._filling)
 
 
@@ -188,17 +233,29 @@ class PrefixStore:
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
         return self._readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
 
-    def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone) -> PageRun:
+    def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone, anchors: PageDone | None = None) -> PageRun:
         """Restore pages in threads.
 
         Args:
             pages: The pages, in the order of the prompt.
             target: Returns the tensors that a page fills.
             done: Called with each restored page, before it counts as restored.
+            anchors: If given, the anchors of all pages are read first. Called with each page whose tensors are filled with its anchors.
         """
-        run = PageRun(len(pages))
+        if anchors is None:
+            run = PageRun(len(pages))
+            for index, page in enumerate(pages):
+                self._readers.submit(self._read, run, index, page, target, done, fetch_page)
+            return run
+        run = PageRun(len(pages), self._readers.submit)
+
+        def read_anchors(index: int, page: StoredPage) -> None:
+            is_filled = not run.stopped and self._read_anchors(run, index, page, target, anchors)
+            if run.note_anchors(index, is_filled):
+                self._read_residuals(run, pages, target, done)
+
         for index, page in enumerate(pages):
-            self._readers.submit(self._read, run, index, page, target, done)
+            self._readers.submit(read_anchors, index, page)
         return run
 
     def close(self) -> None:
@@ -224,45 +281,87 @@ class PrefixStore:
                 self.counters.written_bytes += sum(len(part) for part in parts)
         return is_new is not None
 
-    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
-        restored = False
-        try:
-            if not (run.stopped or run.ended) and self.can_read:
-                restored = self._restore(run, page, target, done)
-        except Exception:
-            logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
-        finally:
+    def _read_anchors(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
+        """Fill a page's tensors with its anchors. Returns whether they are filled."""
+
+        def decode() -> bool:
+            tensors = target(page)
+            return run.fill(partial(self._fill, page.decode_anchors, page, tensors, done))
+
+        if not self._attempt(run, index, page, partial(self._fetch, page, partial(fetch_page, exact=False))):
+            return False
+        run.anchor_share = page.anchor_share
+        return self._attempt(run, index, page, decode)
+
+    def _read_residuals(self, run: PageRun, pages: Sequence[StoredPage], target: PageTensors, done: PageDone) -> None:
+        """Restore pages in threads, except those without anchors."""
+        if not run.has_anchors:
+            run.release_anchors()
+        for index, page in enumerate(pages):
+            if run.is_anchored(index):
+                self._readers.submit(self._read, run, index, page, target, done, fetch_residuals)
+            else:
+                self._end_page(run, index, page, 0, restored=False)
+
+    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone, fetch: PageFetch) -> None:
+        """Read the bytes of a page, and restore it once its tensors may be written."""
+        if run.stopped or run.ended or not self.can_read:
             page.release()
-            run.note(index, restored)
+            run.note(index, False)
+        elif self._attempt(run, index, page, partial(self._fetch, page, fetch)):
+            run.when_released(partial(self._restore, run, index, page, target, done))
+        else:
+            self._end_page(run, index, page, 0, restored=False)
 
-    def _restore(self, run: PageRun, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
-        """Read a page into its tensors, and measure it. Returns whether it was restored."""
-        begin, restored, size = time.monotonic(), False, 0
+    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
+        """Restore a page whose bytes were read."""
+        size = 0
 
-        def fill() -> None:
-            page.restore(tensors)
-            done(page, tensors)
+        def restore() -> bool:
+            nonlocal size
+            tensors = target(page)
+            size = sum(tensor.nbytes for tensor in tensors)
+            return run.fill(partial(self._fill, page.restore, page, tensors, done))
 
+        restored = self._attempt(run, index, page, restore)
+        self._end_page(run, index, page, size, restored)
+
+    @staticmethod
+    def _fill(decode: Callable[[Sequence[torch.Tensor]], None], page: StoredPage, tensors: Sequence[torch.Tensor], done: PageDone) -> None:
+        decode(tensors)
+        done(page, tensors)
+
+    def _fetch(self, page: StoredPage, fetch: PageFetch) -> bool:
+        return self._request(self._reading, lambda: fetch(self.backend, page) is None, False)
+
+    def _attempt(self, run: PageRun, index: int, page: StoredPage, work: Callable[[], bool]) -> bool:
+        """Whether ``work`` on a page succeeds. Measures it, and deletes an object that is not the page."""
+        begin = time.monotonic()
         try:
-            if self._request(self._reading, lambda: fetch_page(self.backend, page) or True, False):
-                tensors = target(page)
-                size = sum(tensor.nbytes for tensor in tensors)
-                restored = run.fill(fill)
+            return work()
         except ObjectError as error:
             logger.debug("sglang-ext: %s", error)
             with self._lock:
                 self.counters.bad_pages += 1
             # Otherwise the page would never be written again.
             self._request(self._writing, lambda: self.backend.delete([page.name]), None)
-        seconds = time.monotonic() - begin
+        except Exception:
+            logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
+        finally:
+            run.seconds[index] += time.monotonic() - begin
+        return False
+
+    def _end_page(self, run: PageRun, index: int, page: StoredPage, size: int, restored: bool) -> None:
+        """Record how a page ended, and measure the store. ``size``: bytes of KV that were read."""
+        page.release()
         with self._lock:
             if restored:
                 self.counters.read_bytes += size
-                self.counters.read_seconds += seconds
+                self.counters.read_seconds += run.seconds[index]
             # A page that came too late counts: it was read.
-            self._bandwidth.add(size, seconds)
+            self._bandwidth.add(size, run.seconds[index])
             self._measured_at = time.monotonic()
-        return restored
+        run.note(index, restored)
 
     def _request(self, kind: Availability, ask: Callable[[], Result], default: Result) -> Result:
         """The answer of the backend; ``default`` if it fails. After a failure the store gets no request of this kind for a while."""
