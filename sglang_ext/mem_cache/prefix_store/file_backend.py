@@ -133,7 +133,7 @@ class FileBackend:
         """Bytes of an object. None if it is not in the folder."""
         path = self._path(name)
         try:
-            return path.lstat().st_size if _is_object(path) else None
+            return path.lstat().st_size if self._is_object(path) else None
         except FileNotFoundError:
             return None
 
