@@ -66,6 +66,10 @@ def create_tree(context: "TreeCacheBuildContext") -> "TieredRadixCache":
         from sglang_ext.managers.full_mode import attach_storage
 
         attach_storage(tree, args, worker.model_runner)
+    if tree.stored is not None:
+        from sglang_ext.managers.prefix_storage import refuse_weight_updates
+
+        refuse_weight_updates(worker)
     return tree
 
 

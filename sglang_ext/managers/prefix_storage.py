@@ -15,11 +15,16 @@ from sglang_ext.mem_cache.prefix_store.store import PrefixStore
 from sglang_ext.mem_cache.scores import model_folder, model_key
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
+
+WEIGHT_UPDATES = tuple(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+"""Methods of SGLang's worker, which return whether they succeeded, and a message."""
 
 
 class PrefixStorage(Feature):
@@ -105,6 +110,16 @@ def attach_store(
     tree.stored = StoredPrefixes(tree.host, PrefixStore(backend, args.kv_store), form, ranks, drafter)
     logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
     return tree.stored
+
+
+def refuse_weight_updates(worker: "TpModelWorker") -> None:
+    """Let SGLang's worker refuse new weights: the names of stored pages are those of the weights at start."""
+
+    def refuse(recv_req: object) -> tuple[bool, str]:
+        return False, "the pages of --kv-store belong to the weights at start: restart the server with the new ones, or without --kv-store"
+
+    for name in WEIGHT_UPDATES:
+        setattr(worker, name, refuse)
 
 
 def model_identity(args: "KVServerArgs") -> str:

@@ -63,7 +63,7 @@ def test_a_server_reads_the_prefixes_of_an_earlier_one_and_has_stocks_answers(la
     assert [each["output_ids"] for each in lost] == expected and second.alive()
 
 
-def test_a_server_in_mode_full_shares_its_prefixes_with_one_in_mode_verified(launch, prompts, expected, tmp_path):
+def test_a_server_in_mode_full_shares_its_prefixes_with_one_in_mode_verified(launch, model, prompts, expected, tmp_path):
     store, (first_prompt, *others) = tmp_path / "store", prompts
     full = launch(*flags(store, *STOCK), env=STRICT)
     cold = full.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
@@ -73,6 +73,9 @@ def test_a_server_in_mode_full_shares_its_prefixes_with_one_in_mode_verified(lau
     whole = [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
     found = check_stored(full, prompts, expected, whole)
     assert not any("kv_drafts" in each["meta_info"] for each in found), "SGLang decodes"
+    # The names of stored pages do not tell weights apart that a running server loads.
+    with pytest.raises(OSError, match="400"):
+        full.request("update_weights_from_disk", {"model_path": str(model)})
     assert full.metric("sglang_ext:store_hit_pages_total") >= sum(whole) // UNIT
     assert full.metric("sglang_ext:host_stored_bytes_total") > 0 and full.metric("sglang_ext:drafts_total") == 0
     verified = launch(*flags(store), env=STRICT)
