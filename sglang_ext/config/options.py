@@ -114,6 +114,11 @@ def has_prefix_store(args: KVServerArgs) -> bool:
     return args.kv_store is not None and bool(args.kv_host_gb)
 
 
+def drafts_on_stored_anchors(args: KVServerArgs) -> bool:
+    """Whether waiting requests draft on anchors from a prefix store. A prefill server decodes nothing."""
+    return has_prefix_store(args) and args.kv_mode == "verified" and args.kv_store_form != "raw" and args.disaggregation_mode == "null"
+
+
 def has_progressive_transfer(args: KVServerArgs) -> bool:
     """Whether KV is transferred with our backend."""
     return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
