@@ -289,7 +289,7 @@ TABLE: dict[str, Flag] = {
         ),
     ),
     "kv_store_form": Flag(
-        text="Form of the pages that are written to --kv-store. raw: unchanged. anchored: a 4-bit anchor and the remaining bits, 70% of the "
+        text="Form of the pages that are written to --kv-store. raw: unchanged. anchored: a 4-bit anchor and the remaining bits, .7 of the "
         "bytes of bfloat16. A core encodes about 70 MB and decodes about 130 MB of KV per second, so this is for links below 0.35 Gbit/s for "
         "each core. Servers share pages of one form only.",
         group=SECTION_HOST, values=("raw", "anchored"), scope=ANY_MODE, requires=(HAS_STORE,),
