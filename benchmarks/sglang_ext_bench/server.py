@@ -3,7 +3,7 @@
 import json
 import urllib.error
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from sglang_ext.tools import CommandError
@@ -42,25 +42,12 @@ class RequestClient(ServerClient):
 
 
 class BenchServer(ServerProcess, RequestClient):
-    """A server whose context manager starts it, waits until it is healthy, and stops it.
+    """A server that benchmarks send requests to.
 
     Example:
         with BenchServer(model, ("--kv-mode", "verified"), Path("server.log")) as server:
             server.post("generate", {"text": "Hello"})
-
-    On entry it raises :class:`CommandError` if the server ended, or was not healthy in time. The message shows the end of its log.
     """
-
-    def __enter__(self) -> "BenchServer":
-        self.start()
-        with ExitStack() as on_error:
-            on_error.callback(self.stop)
-            self.wait_healthy()
-            on_error.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     @property
     def group(self) -> int | None:

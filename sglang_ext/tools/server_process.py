@@ -12,10 +12,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Self
 
 from sglang_ext.config import model_folder
 from sglang_ext.tools import PROMPT_LENGTH_OPTION, CommandError
@@ -122,7 +122,8 @@ def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: i
 class ServerProcess(ServerClient):
     """An SGLang server that runs as a subprocess, in the environment of this process with the variables ``env``.
 
-    Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
+    Its context manager starts it, waits until it is healthy, and stops it. On entry it raises :class:`CommandError` if the server ended, or was
+    not healthy in time. Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -147,6 +148,17 @@ class ServerProcess(ServerClient):
         self.stop_grace = stop_grace
         self.env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        with ExitStack() as on_error:
+            on_error.callback(self.stop)
+            self.wait_healthy()
+            on_error.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards."""
