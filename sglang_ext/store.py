@@ -6,11 +6,12 @@
     python -m sglang_ext.store prune file:/mnt/prefixes --max-gb 100
     python -m sglang_ext.store copy file:/mnt/prefixes s3://prefixes/a
 
-Servers may use the store meanwhile: they compute what they do not find.
+Servers may use the store at the same time. They compute pages that they do not find.
 """
 
 import argparse
 import logging
+import re
 import signal
 import sys
 import threading
@@ -63,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--delete", action="store_true", help="delete damaged pages")
     prune = add("prune", "delete the pages that were used least recently")
     prune.add_argument("--max-gb", type=float, help="GB of 10^9 bytes that may stay")
-    prune.add_argument("--older-than", type=float, metavar="HOURS", help="delete pages that were not used for so long")
+    prune.add_argument("--older-than", type=float, metavar="HOURS", help="delete pages that were not used in the last HOURS")
     prune.add_argument("--namespace", help="delete all pages of this namespace, as `list` prints it")
-    copy = add("copy", "copy all pages to another store, which keeps what it has")
+    copy = add("copy", "copy all pages to another store, which keeps its own")
     copy.add_argument("to", metavar="TO", help="URL of the other store")
     text = "keep pages of many servers in memory, for --kv-store tcp://ADDRESS:PORT"
     serve = commands.add_parser("serve", help=text, description=text)
@@ -94,6 +95,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 def serve_pages(args: argparse.Namespace, console: Console) -> int:
     """Serve pages until SIGTERM or Ctrl-C. Returns 1 if an internal error ended the store."""
+    # Links also take sockets in folders, but no URL of a store names one.
+    if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", args.listen):
+        raise CommandError(f"--listen {args.listen!r}: pass tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7100")
     memory = psutil.virtual_memory().total
     if not 0 < args.memory_gb * GB <= memory:
         raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
@@ -127,10 +131,19 @@ def serve_pages(args: argparse.Namespace, console: Console) -> int:
     return 0 if is_running else 1
 
 
+def _open_existing(url: str) -> StoreBackend:
+    """Open a store. Raises ``CommandError`` for a folder that does not exist: opening would create it, and a mistyped one has no pages."""
+    if url.startswith("file:"):
+        folder, _ = FileBackend.split_url(url)
+        if not folder.is_dir():
+            raise CommandError(f"{url}: there is no folder {folder}; pass the folder of a prefix store")
+    return open_backend(url)
+
+
 def list_pages(args: argparse.Namespace, console: Console) -> int:
     """Print a row for each namespace."""
     pages: dict[str, list[StoredObject]] = defaultdict(list)
-    for each in open_backend(args.url).objects():
+    for each in _open_existing(args.url).objects():
         pages[each.name.partition("/")[0]].append(each)
     table = Table("namespace", "pages", "GB", "last used")
     for namespace, found in sorted(pages.items()):
@@ -143,7 +156,7 @@ def list_pages(args: argparse.Namespace, console: Console) -> int:
 
 def check_pages(args: argparse.Namespace, console: Console) -> int:
     """Compare all checksums, and print the damaged pages."""
-    backend, count, damaged = open_backend(args.url), 0, []
+    backend, count, damaged = _open_existing(args.url), 0, []
     for page, content in _contents(backend):
         count += 1
         if isinstance(content, ObjectError):
@@ -159,7 +172,10 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
     """Delete pages until the limits hold."""
     if args.max_gb is None and args.older_than is None and args.namespace is None:
         raise CommandError("prune deletes nothing without a limit: pass --max-gb, --older-than or --namespace")
-    backend = open_backend(args.url)
+    for flag, limit in (("--max-gb", args.max_gb), ("--older-than", args.older_than)):
+        if limit is not None and not limit >= 0:
+            raise CommandError(f"{flag} {limit:g}: pass 0 or more")
+    backend = _open_existing(args.url)
     pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
     if args.older_than is not None and any(each.used_at is None for each in pages):
         raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
@@ -167,8 +183,8 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
     kept: deque[StoredObject] = deque()
     for each in pages:
         (gone if _is_outdated(each, args) else kept).append(each)
-    size, limit = sum(each.size for each in kept), float("inf") if args.max_gb is None else args.max_gb * GB
-    while size > limit:
+    size, max_bytes = sum(each.size for each in kept), float("inf") if args.max_gb is None else args.max_gb * GB
+    while size > max_bytes:
         gone.append(kept.popleft())
         size -= gone[-1].size
     backend.delete([each.name for each in gone])
@@ -184,7 +200,7 @@ def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
 
 def copy_pages(args: argparse.Namespace, console: Console) -> int:
     """Copy all undamaged pages that the other store lacks."""
-    source, target = open_backend(args.url), open_backend(args.to)
+    source, target = _open_existing(args.url), open_backend(args.to)
     copied = size = damaged = 0
     for page, content in _contents(source):
         if isinstance(content, ObjectError):
@@ -192,7 +208,7 @@ def copy_pages(args: argparse.Namespace, console: Console) -> int:
         elif target.put(page.name, [memoryview(content)]):
             copied += 1
             size += page.size
-    console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged or deleted meanwhile")
+    console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged or deleted while copying")
     return 0
 
 

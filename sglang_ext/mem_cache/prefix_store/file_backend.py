@@ -86,6 +86,12 @@ class FileBackend:
         Raises:
             OptionError: The URL has no folder, names a host, or has another setting than a bound; also as the constructor.
         """
+        folder, bound = cls.split_url(url)
+        return cls(folder, bound if max_bytes is None else max_bytes)
+
+    @staticmethod
+    def split_url(url: str) -> tuple[Path, int]:
+        """The folder of a URL, and its bound in bytes. Raises ``OptionError`` as :meth:`from_url`. Creates nothing."""
         path, _, setting = url.removeprefix("file:").partition("?")
         bound = _bound(url, setting) if setting else DEFAULT_MAX_BYTES
         if path.startswith("//"):
@@ -95,7 +101,7 @@ class FileBackend:
             path = slash + rest
         if not path:
             raise OptionError(f"prefix store {url!r} names no folder; pass file:FOLDER")
-        return cls(Path(path).expanduser().absolute(), bound if max_bytes is None else max_bytes)
+        return Path(path).expanduser().absolute(), bound
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Store an object, whole or not at all. Returns False if the folder has it already, which then counts as used."""

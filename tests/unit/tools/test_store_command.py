@@ -84,6 +84,19 @@ def test_prune_without_a_limit_deletes_nothing(backend):
     assert code == 2 and "pass --max-gb" in text and len(names(backend)) == 5
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--max-gb", -1), ("--max-gb", "nan"), ("--older-than", -1)])
+def test_limits_below_zero_are_refused(backend, flag, value):
+    code, text = run("prune", f"file:{backend.folder}", flag, value)
+    assert code == 2 and f"{flag} {value}: pass 0 or more" in text and len(names(backend)) == 5
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("check",), ("prune", "--max-gb", 1), ("copy", "file:other")])
+def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path, arguments):
+    command, *rest = arguments
+    code, text = run(command, f"file:{tmp_path}/mistyped", *rest)
+    assert code == 2 and "there is no folder" in text and list(tmp_path.iterdir()) == []
+
+
 def test_a_copy_has_the_undamaged_pages_and_keeps_its_own(backend, tmp_path):
     damaged, *rest = names(backend)
     path = path_of(backend, damaged)
