@@ -103,6 +103,8 @@ def serve_pages(args: argparse.Namespace, console: Console) -> int:
         raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
     if args.disk is None and args.disk_gb is not None:
         raise CommandError("--disk-gb bounds --disk: pass --disk FOLDER, or leave it out")
+    if args.disk_gb is not None and not 0 < args.disk_gb < float("inf"):
+        raise CommandError(f"--disk-gb {args.disk_gb:g}: pass a positive number")
     if args.gbps is not None and not args.gbps >= 0.01:
         raise CommandError(f"--gbps {args.gbps:g}: pass 0.01 or more, or leave it out")
     # Installed first, so that an early signal ends the store cleanly, too.

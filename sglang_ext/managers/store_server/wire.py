@@ -134,7 +134,8 @@ class Listed(Message):
     """An object of a listing: see ``StoredObject``."""
 
     name: ObjectName
-    size: Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
+    # A folder may hold a larger file, which is not read.
+    size: Number
     used_at: float | None
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from sglang_ext.core import OptionError
 
@@ -130,9 +131,14 @@ So this module imports no library of a store, and nothing above it."""
 
 
 def check_url(url: str) -> None:
-    """Raise ``OptionError`` unless a backend has the scheme of ``url``."""
-    if url.partition(":")[0] not in BACKENDS:
-        raise OptionError(f"--kv-store {url!r}: pass one of {', '.join(form for form, _ in BACKENDS.values())}")
+    """Raise ``OptionError`` unless a backend has the scheme of ``url``, and its host and port can be read."""
+    problem = ""
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        problem = f"{error}; "
+    if problem or url.partition(":")[0] not in BACKENDS:
+        raise OptionError(f"--kv-store {url!r}: {problem}pass one of {', '.join(form for form, _ in BACKENDS.values())}")
 
 
 def open_backend(url: str, max_bytes: int | None = None) -> StoreBackend:

@@ -14,6 +14,7 @@ the bound.
 import errno
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
@@ -43,6 +44,8 @@ TOUCH_SECONDS = 60.0
 """A read does not record that an object is used if that was recorded in this time."""
 ABANDONED_SECONDS = 3600.0
 """Age at which an unfinished file is another server's that ended while it wrote."""
+NAMESPACE = re.compile(r"[0-9a-f]{16,64}")
+"""Names of the folders that hold objects. Other folders are left alone."""
 NOT_AN_OBJECT = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 """Errors of opening a file that mean that there is no object: it was deleted, or the path is a link, a folder or a device."""
 
@@ -140,7 +143,7 @@ class FileBackend:
         path = self._path(name)
         try:
             return path.lstat().st_size if self._is_object(path) else None
-        except FileNotFoundError:
+        except OSError:
             return None
 
     def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
@@ -159,8 +162,11 @@ class FileBackend:
 
     def objects(self) -> Iterator[StoredObject]:
         """All objects."""
-        for _, found in self._files():
-            yield found
+        try:
+            for _, found in self._files():
+                yield found
+        except OSError as error:
+            raise StoreError(f"listing {self.folder}: {error.strerror}") from error
 
     def statistics(self) -> StoreStatistics:
         """Count the files."""
@@ -276,6 +282,9 @@ class FileBackend:
     def _files(self) -> Iterator[tuple[Path, StoredObject]]:
         """All objects with their paths. Other files are left alone."""
         for namespace in _folders(self.folder):
+            # The root of a disk has lost+found, which only root may read.
+            if NAMESPACE.fullmatch(namespace.name) is None:
+                continue
             for group in _folders(namespace.path):
                 for file in _entries(group.path):
                     name = f"{namespace.name}/{file.name}"
@@ -297,7 +306,7 @@ def _entries(path: str | Path) -> Iterator["os.DirEntry[str]"]:
     try:
         with os.scandir(path) as entries:
             yield from entries
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
 
 

@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
     StoreError,
     StoreStatistics,
 )
-from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.file_backend import TOUCH_SECONDS, FileBackend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,14 @@ class CacheCounters:
 
 @dataclass
 class CachedObject:
-    """An object in memory, and when it was used, in seconds since 1970."""
+    """An object in memory, and when it was used, in seconds since 1970.
+
+    ``recorded_at`` is when the disk last got the object, or learned that it is used.
+    """
 
     content: memoryview
     used_at: float
+    recorded_at: float
 
 
 class ObjectCache:
@@ -78,7 +82,7 @@ class ObjectCache:
         self._objects: OrderedDict[str, CachedObject] = OrderedDict()
         # Bytes of objects, and bytes that are reserved for objects that are being received.
         self.size = self._reserved = 0
-        # Names of objects that are not on the disk yet; None ends the thread.
+        # Names of objects that are not on the disk yet, or that were used since; None ends the thread.
         self._unwritten: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._disk_failed = False
         self._writer = threading.Thread(target=self._write_objects, name="store-disk", daemon=True)
@@ -98,7 +102,13 @@ class ObjectCache:
                 return None
             self._objects.move_to_end(name)
             found.used_at = time.time()
-            return found.content
+            is_due = self.disk is not None and found.used_at - found.recorded_at > TOUCH_SECONDS
+            if is_due:
+                found.recorded_at = found.used_at
+        if is_due:
+            # Otherwise the disk would delete first what memory serves: it sees no use of it. A put of what it has records the use.
+            self._unwritten.put(name)
+        return found.content
 
     def load(self, name: str) -> memoryview | None:
         """An object in memory or on the disk. None if neither has it. An object that does not fit into memory is not found."""
@@ -178,7 +188,8 @@ class ObjectCache:
             self._reserved -= memory.nbytes
             if name in self._objects:
                 return False
-            self._objects[name] = CachedObject(memory, time.time())
+            now = time.time()
+            self._objects[name] = CachedObject(memory, now, now)
             self.size += memory.nbytes
         return True
 
@@ -234,8 +245,7 @@ class ObjectCache:
                 self.counters.lost += 1
                 continue
             try:
-                self.disk.put(name, [content.content])
-                self.counters.written += 1
+                self.counters.written += self.disk.put(name, [content.content])
                 self._disk_failed = False
             except Exception as error:
                 self.counters.lost += 1

@@ -277,6 +277,34 @@ def test_dropped_objects_are_loaded_from_the_disk(ends: Ends, tmp_path: Path) ->
     assert not has(store, 0)
 
 
+def test_the_disk_learns_what_is_read_from_memory(ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ObjectCache(64 << 20, FileBackend(tmp_path))
+    store = ends.store(ends.server(cache).endpoint)
+    put(store, 0)
+    wait_for(lambda: cache.counters.written == 1)
+    (file,) = tmp_path.rglob(page(0)[0].partition("/")[2])
+    os.utime(file, (1000, 1000))
+    assert has(store, 0) and file.stat().st_mtime == 1000
+    monkeypatch.setattr("sglang_ext.mem_cache.prefix_store.object_cache.TOUCH_SECONDS", 0.0)
+    assert has(store, 0)
+    wait_for(lambda: file.stat().st_mtime > 1000)
+    # Another server deleted it to make room.
+    file.unlink()
+    assert has(store, 0)
+    wait_for(file.exists)
+
+
+def test_a_listing_has_files_that_are_too_large_to_be_read(ends: Ends, tmp_path: Path) -> None:
+    store = ends.store(ends.server(ObjectCache(64 << 20, FileBackend(tmp_path))).endpoint)
+    name, _ = page(0)
+    file = tmp_path / name.partition("/")[0] / name.partition("/")[2][:2] / name.partition("/")[2]
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as opened:
+        opened.truncate(10**10)
+    assert [(each.name, each.size) for each in store.objects()] == [(name, 10**10)]
+    assert not has(store, 0)
+
+
 def test_a_restarted_store_answers_the_same_client(ends: Ends, tmp_path: Path) -> None:
     server = ends.server(ObjectCache(64 << 20, FileBackend(tmp_path)))
     store = ends.store(server.endpoint)

@@ -255,6 +255,7 @@ BAD_TCP = (
     [
         *("", "ftp://host/x", "file:", "file://host/folder", "file:/x?max-gb=many", "file:/x?max-gb=-1", "file:/x?size=1"),
         *("s3://", "s3://b?endpoint=ftp://x", "s3://b?region=x", "mooncake://", "mooncake://m?protocol=udp"),
+        *("tcp://[::1:80", "s3://[", "mooncake://[", "mooncake://m:port"),
         *BAD_TCP,
     ],
 )
@@ -383,6 +384,30 @@ class TestFolder:
             time.sleep(0.05)
         assert [server.returncode for server in servers] == [0, 0]
         assert 0 < largest <= 1_000_000
+
+    def test_a_folder_of_another_program_is_not_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # As lost+found at the root of a disk, which only root may read.
+        (tmp_path / "lost+found").mkdir()
+        scandir = os.scandir
+
+        def scan(path: str | Path) -> Iterator["os.DirEntry[str]"]:
+            if str(path).endswith("lost+found"):
+                raise PermissionError(13, "Permission denied")
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", scan)
+        store = open_backend(f"file:{tmp_path}")
+        assert store.put(name(1), parts(content(1))) and [each.name for each in store.objects()] == [name(1)]
+
+    def test_a_folder_that_cannot_be_listed_is_an_error_of_the_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_backend(f"file:{tmp_path}")
+
+        def scan(path: str | Path) -> Iterator["os.DirEntry[str]"]:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "scandir", scan)
+        with pytest.raises(StoreError, match="listing .*: Input/output error"):
+            store.statistics()
 
     def test_a_folder_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
