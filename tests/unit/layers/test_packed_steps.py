@@ -98,7 +98,7 @@ class Worker(KVWorker):
     """A worker with a pool and no model."""
 
     def __init__(self, name, head_budgets="equal"):
-        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name, kv_cache_ranks=0)
+        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets, kv_compressor=name, kv_cache_ranks=0, kv_store=None)
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
