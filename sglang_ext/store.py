@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -85,10 +86,11 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     args, console, codes = parser().parse_args(arguments), console or Console(), []
 
     def work() -> None:
-        try:
-            codes.append(COMMANDS[args.command](args, console))
-        except StoreError as error:
-            raise CommandError(f"{args.url}: {error}") from error
+        with ExitStack() as args.opened:
+            try:
+                codes.append(COMMANDS[args.command](args, console))
+            except StoreError as error:
+                raise CommandError(f"{args.url}: {error}") from error
 
     return exit_code("store", work, console) or codes[0]
 
@@ -133,19 +135,27 @@ def serve_pages(args: argparse.Namespace, console: Console) -> int:
     return 0 if is_running else 1
 
 
-def _open_existing(url: str) -> StoreBackend:
-    """Open a store. Raises ``CommandError`` for a folder that does not exist: opening would create it, and a mistyped one has no pages."""
-    if url.startswith("file:"):
-        folder, _ = FileBackend.split_url(url)
+def _open(url: str, args: argparse.Namespace) -> StoreBackend:
+    """Open a store, which is closed at the end of the command."""
+    return args.opened.enter_context(closing(open_backend(url)))
+
+
+def _open_existing(args: argparse.Namespace) -> StoreBackend:
+    """Open the store of a command.
+
+    Raises ``CommandError`` for a folder that does not exist: opening would create it, and a mistyped one has no pages.
+    """
+    if args.url.startswith("file:"):
+        folder, _ = FileBackend.split_url(args.url)
         if not folder.is_dir():
-            raise CommandError(f"{url}: there is no folder {folder}; pass the folder of a prefix store")
-    return open_backend(url)
+            raise CommandError(f"{args.url}: there is no folder {folder}; pass the folder of a prefix store")
+    return _open(args.url, args)
 
 
 def list_pages(args: argparse.Namespace, console: Console) -> int:
     """Print a row for each namespace."""
     pages: dict[str, list[StoredObject]] = defaultdict(list)
-    for each in _open_existing(args.url).objects():
+    for each in _open_existing(args).objects():
         pages[each.name.partition("/")[0]].append(each)
     table = Table("namespace", "pages", "GB", "last used")
     for namespace, found in sorted(pages.items()):
@@ -158,7 +168,7 @@ def list_pages(args: argparse.Namespace, console: Console) -> int:
 
 def check_pages(args: argparse.Namespace, console: Console) -> int:
     """Compare all checksums, and print the damaged pages."""
-    backend, count, damaged = _open_existing(args.url), 0, []
+    backend, count, damaged = _open_existing(args), 0, []
     for page, content in _contents(backend):
         count += 1
         if isinstance(content, ObjectError):
@@ -177,7 +187,7 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
     for flag, limit in (("--max-gb", args.max_gb), ("--older-than", args.older_than)):
         if limit is not None and not limit >= 0:
             raise CommandError(f"{flag} {limit:g}: pass 0 or more")
-    backend = _open_existing(args.url)
+    backend = _open_existing(args)
     pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
     if args.older_than is not None and any(each.used_at is None for each in pages):
         raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
@@ -202,7 +212,7 @@ def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
 
 def copy_pages(args: argparse.Namespace, console: Console) -> int:
     """Copy all undamaged pages that the other store lacks."""
-    source, target = _open_existing(args.url), open_backend(args.to)
+    source, target = _open_existing(args), _open(args.to, args)
     copied = size = damaged = 0
     for page, content in _contents(source):
         if isinstance(content, ObjectError):
