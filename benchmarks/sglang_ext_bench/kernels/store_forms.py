@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for dtype in DTYPES:
         for name in FORMS:
             form = ObjectFormat(str(args.model), dtype, len(layers), *kv.shape[2:], page_size=args.page_size, form=name)
+            form.compile_codec()
             print(markdown_row([str(dtype)[6:], name, *measure(form, kv.to(dtype))]), flush=True)
     return 0
 
