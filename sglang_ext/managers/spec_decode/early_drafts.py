@@ -117,8 +117,10 @@ class EarlyDrafter:
             tree.dec_lock_ref(node)
             return
         row, seed = self._free_rows.pop(), self._worker.requests.new_seed(req)
-        batch = self._create_batch(req)
-        sampler = RowSampler.from_rows(self._worker.model_runner, batch, [LogitRow(0, seed)], logprobs=False)
+        with self._forward_stream():
+            # Their memory is freed to this stream, whose forwards and draws read it.
+            batch = self._create_batch(req)
+            sampler = RowSampler.from_rows(self._worker.model_runner, batch, [LogitRow(0, seed)], logprobs=False)
         loaded = len(host_pages) * tree.page_size
         request = WaitingRequest(req, batch, sampler, seed, row, slots, node, begin + loaded, max_drafts, since)
         self._waiting[req.rid] = request

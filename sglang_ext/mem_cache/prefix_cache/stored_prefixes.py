@@ -275,10 +275,13 @@ class StoredPrefixes:
             fetch.wait_if_idle()
             return False
         if fetch.run is not None:
-            now = fetch.run.ended, self._is_too_slow(fetch), fetch.run.has_anchors
+            now = fetch.run.ended, self._is_too_slow(fetch), fetch.run.has_anchors, fetch.run.lacks_anchors
             states = self._ranks.gather(now)
-            if not all(ended for ended, _, _ in states) and not states[0][1]:
-                if not self._draft(fetch, all(has_anchors for _, _, has_anchors in states)):
+            if not all(ended for ended, *_ in states) and not states[0][1]:
+                if any(lacks_anchors for *_, lacks_anchors in states):
+                    # No rank drafts, so that residuals may replace anchors.
+                    fetch.run.release_anchors()
+                if not self._draft(fetch, all(has_anchors for _, _, has_anchors, _ in states)):
                     fetch.wait_if_idle()
                 return False
             fetch.run.stop()

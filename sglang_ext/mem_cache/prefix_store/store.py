@@ -126,6 +126,11 @@ class PageRun:
         """Whether the caller's tensors hold the anchors of all pages."""
         return all(self._anchors) and self._waiting is not None
 
+    @property
+    def lacks_anchors(self) -> bool:
+        """Whether the anchors of a page could not be read."""
+        return False in self._anchors
+
     def release_anchors(self) -> None:
         """Let the reading threads overwrite the anchors."""
         with self._changed:

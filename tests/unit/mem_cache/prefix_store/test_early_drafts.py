@@ -218,6 +218,20 @@ def test_a_prefix_that_the_tree_has_is_read_from_there(early):
     world.check_nothing_held()
 
 
+def test_no_rank_drafts_where_one_lacks_anchors_and_all_restore_their_pages(early):
+    world = early()
+    world.backend.may_read_residuals.set()
+
+    def gather(state):
+        lacks_anchors = isinstance(state, tuple) and len(state) == 4
+        return [state, (state[0], False, False, True) if lacks_anchors else state]
+
+    world.stored._ranks = SimpleNamespace(gather=gather, agree=lambda value: value)
+    world.arrive(PROMPT)
+    assert world.wait() == 40 and world.drafter.requests == 0
+    world.check_nothing_held()
+
+
 def test_damaged_residuals_are_computed_and_the_drafts_stay(early, tmp_path):
     (third,) = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.name.startswith(hash_of(PROMPT, 3))]
     content = third.read_bytes()
