@@ -112,7 +112,9 @@ class EarlyDrafter:
         max_drafts = min(self._max_drafts, req.sampling_params.max_new_tokens)
         count = -(-(len(prompt) + max_drafts - begin) // tree.page_size) * tree.page_size
         tree.inc_lock_ref(node)
-        slots = tree.allocate(count)
+        # Eviction beyond these slots would take those of other drafts, and of running requests.
+        room = tree.token_to_kv_pool_allocator.available_size() + tree.nodes.evictable + tree.segments.unused_tokens
+        slots = tree.allocate(count) if room >= count else None
         if slots is None:
             tree.dec_lock_ref(node)
             return
