@@ -32,15 +32,20 @@ QUIET_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    add_common_arguments(parser, context_len=6000, output_len=16, host_gb=8.0)
+    parser.add_argument("--store", required=True, metavar="URL", help="an empty store, as for --kv-store")
+    parser.add_argument("--form", default="raw", choices=("raw", "anchored"), help="as --kv-store-form (default: %(default)s)")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, context_len: int, output_len: int, host_gb: float) -> None:
+    """Add the options of commands that compare servers with and without a store. The numbers are defaults."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder")
     add("--prompt-file", type=Path, required=True, help="text that prompts are taken from")
-    add("--store", required=True, metavar="URL", help="an empty store, as for --kv-store")
-    add("--form", default="raw", choices=("raw", "anchored"), help="as --kv-store-form (default: %(default)s)")
-    add("--context-len", type=int, default=6000, help="tokens of a prompt (default: %(default)s)")
+    add("--context-len", type=int, default=context_len, help="tokens of a prompt (default: %(default)s)")
     add("--prompts", type=int, default=3, help="number of prompts (default: %(default)s)")
-    add("--output-len", type=int, default=16, help="tokens of the answers that are compared (default: %(default)s)")
-    add("--host-gb", type=float, default=8.0, help="as --kv-host-gb (default: %(default)s)")
+    add("--output-len", type=int, default=output_len, help="tokens of the answers that are compared (default: %(default)s)")
+    add("--host-gb", type=float, default=host_gb, help="as --kv-host-gb (default: %(default)s)")
     add("--dtype", default="float32", choices=DTYPES, help="(default: %(default)s)")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
@@ -87,10 +92,14 @@ def open_empty_store(url: str) -> StoreBackend:
     return backend
 
 
+def host_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """Flags of a server without a store. It has host memory, so that only the store differs."""
+    return ("--dtype", args.dtype, "--kv-mode", "verified", "--kv-host-gb", str(args.host_gb), "--enable-cache-report")
+
+
 def server_flags(args: argparse.Namespace, arm: str) -> tuple[str, ...]:
-    """Flags of a server. All have host memory, so that only the store differs."""
-    flags = ("--dtype", args.dtype, "--kv-mode", "verified", "--kv-host-gb", str(args.host_gb), "--enable-cache-report")
-    return flags if arm == COMPUTED else (*flags, "--kv-store", args.store, "--kv-store-form", args.form)
+    """Flags of a server."""
+    return host_flags(args) if arm == COMPUTED else (*host_flags(args), "--kv-store", args.store, "--kv-store-form", args.form)
 
 
 def measure(server: BenchServer, prompts: Sequence[Sequence[int]], output_len: int, backend: StoreBackend | None) -> list[dict[str, Any]]:
@@ -105,12 +114,9 @@ def measure(server: BenchServer, prompts: Sequence[Sequence[int]], output_len: i
     for time_index in range(2):
         server.flush_cache()
         for prompt in prompts:
-            begin = time.perf_counter()
-            answer = ask(server, prompt, 1)
-            seconds = time.perf_counter() - begin
-            details = answer["meta_info"].get("cached_tokens_details") or {}
+            seconds, stored = first_token(server, prompt)
             output = ask(server, prompt, output_len)["output_ids"]
-            found.append({"time": time_index, "seconds": seconds, "stored": details.get("storage", 0), "output": output})
+            found.append({"time": time_index, "seconds": seconds, "stored": stored, "output": output})
         if backend is not None:
             wait_until_quiet(backend)
     return found
@@ -119,6 +125,14 @@ def measure(server: BenchServer, prompts: Sequence[Sequence[int]], output_len: i
 def ask(server: BenchServer, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """Generate greedily."""
     return server.request("generate", {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}})
+
+
+def first_token(server: BenchServer, prompt: Sequence[int]) -> tuple[float, int]:
+    """Seconds to the first token of a prompt, and the tokens of the prompt that came from the store."""
+    begin = time.perf_counter()
+    answer = ask(server, prompt, 1)
+    seconds = time.perf_counter() - begin
+    return seconds, (answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0)
 
 
 def wait_until_quiet(backend: StoreBackend) -> None:

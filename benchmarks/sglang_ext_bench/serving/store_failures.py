@@ -23,10 +23,10 @@ from typing import Any
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.tools import CommandError, split_flags
 from sglang_ext_bench import report
-from sglang_ext_bench.options import DTYPES, check_counts
+from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.server import BenchServer
-from sglang_ext_bench.serving.prefix_store import ask, wait_until_quiet
+from sglang_ext_bench.serving.prefix_store import add_common_arguments, ask, first_token, host_flags, wait_until_quiet
 
 SLOW_RATE = 10e6
 """Bytes per second of the slow link."""
@@ -190,19 +190,10 @@ def _shut_down(connection: socket.socket) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face folder")
-    add("--prompt-file", type=Path, required=True, help="text that prompts are taken from")
-    add("--store", type=Path, required=True, metavar="FOLDER", help="a new folder for the store")
-    add("--redis", type=int, metavar="PORT", help="also measure a store of 10 MB/s: port of an empty Redis server of this machine")
-    add("--context-len", type=int, default=2000, help="tokens of a prompt (default: %(default)s)")
-    add("--prompts", type=int, default=3, help="number of prompts (default: %(default)s)")
-    add("--output-len", type=int, default=8, help="tokens of the answers that are compared (default: %(default)s)")
-    add("--host-gb", type=float, default=4.0, help="as --kv-host-gb (default: %(default)s)")
-    add("--dtype", default="float32", choices=DTYPES, help="(default: %(default)s)")
-    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
-    add("--logs", type=Path, help="folder for the servers' logs; default: none are kept")
-    add("--json", type=Path, help="keep the results here")
+    add_common_arguments(parser, context_len=2000, output_len=8, host_gb=4.0)
+    parser.add_argument("--store", type=Path, required=True, metavar="FOLDER", help="a new folder for the store")
+    text = "also measure a store of 10 MB/s: port of an empty Redis server of this machine"
+    parser.add_argument("--redis", type=int, metavar="PORT", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -250,10 +241,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def running(args: argparse.Namespace, log: Path, url: str | None = None) -> Iterator[BenchServer]:
-    """A server, with the store of ``url`` if there is one. It has answered a request, as a store is not read by the first one."""
-    flags = ("--dtype", args.dtype, "--kv-mode", "verified", "--kv-host-gb", str(args.host_gb), "--enable-cache-report")
+    """A server that has answered a request, with the store of ``url`` if there is one."""
     store = () if url is None else ("--kv-store", url)
-    with BenchServer(str(args.model), (*flags, *store, *split_flags(args.server_arg)), log) as server:
+    with BenchServer(str(args.model), (*host_flags(args), *store, *split_flags(args.server_arg)), log) as server:
         # The first long prefill of a server compiles and allocates.
         ask(server, list(range(100, 100 + args.context_len)), 1)
         yield server
@@ -266,16 +256,15 @@ def measure(computed: BenchServer, server: BenchServer, prompts: Sequence[Sequen
         Median seconds to the first token of both, the median of tokens from the store, and the number of answers that differ.
     """
     seconds: dict[BenchServer, list[float]] = {computed: [], server: []}
-    stored, differing = [], 0
+    tokens, differing = [], 0
     for each in seconds:
         each.flush_cache()
     for prompt in prompts:
         outputs = []
         for each, times in seconds.items():
-            begin = time.perf_counter()
-            answer = ask(each, prompt, 1)
-            times.append(time.perf_counter() - begin)
+            taken, stored = first_token(each, prompt)
+            times.append(taken)
             outputs.append(ask(each, prompt, output_len)["output_ids"])
-        stored.append((answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
+        tokens.append(stored)
         differing += outputs[0] != outputs[1]
-    return {"computed": median(seconds[computed]), "seconds": median(seconds[server]), "stored": int(median(stored)), "differing": differing}
+    return {"computed": median(seconds[computed]), "seconds": median(seconds[server]), "stored": int(median(tokens)), "differing": differing}

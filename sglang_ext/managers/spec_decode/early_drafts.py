@@ -113,7 +113,7 @@ class EarlyDrafter:
         count = -(-(len(prompt) + max_drafts - begin) // tree.page_size) * tree.page_size
         tree.inc_lock_ref(node)
         # Eviction beyond these slots would take those of other drafts, and of running requests.
-        room = tree.token_to_kv_pool_allocator.available_size() + tree.nodes.evictable + tree.segments.unused_tokens
+        room = tree.token_to_kv_pool_allocator.available_size() + tree.unused_tokens
         slots = tree.allocate(count) if room >= count else None
         if slots is None:
             tree.dec_lock_ref(node)

@@ -348,8 +348,7 @@ class StoredPrefixes:
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
             finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
-            end = fetch.begin + tokens
-            drafts = self.drafter is not None and fetch.req is not None and self.form.form != "raw" and self.drafter.can_draft(fetch.req, end)
+            drafts = self.drafter is not None and fetch.req is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
             fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish, anchors=finish if drafts else None)
         return True
 

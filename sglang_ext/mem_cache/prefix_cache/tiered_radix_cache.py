@@ -400,7 +400,12 @@ class TieredRadixCache(RadixCache):
     def evictable_size(self) -> int:
         """Slots that :meth:`evict` can free: of unlocked nodes, unused segments, waiting requests' drafts, and running requests' full KV that may
         leave the device."""
-        return self.nodes.evictable + self.segments.unused_tokens + self._held_by_drafts + self._offered
+        return self.unused_tokens + self._held_by_drafts + self._offered
+
+    @property
+    def unused_tokens(self) -> int:
+        """Slots that no request needs: of unlocked nodes and unused segments."""
+        return self.nodes.evictable + self.segments.unused_tokens
 
     def protected_size(self) -> int:
         """Slots of locked nodes that cannot leave the device."""
