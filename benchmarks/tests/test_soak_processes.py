@@ -53,23 +53,23 @@ def test_a_short_soak_is_shown_and_not_judged() -> None:
     assert not WatchedProcess("rank", growing[: MIN_SHOWN_SAMPLES - 1]).is_shown
 
 
-GROWING = "import os, time; print(os.getpid(), flush=True); kept = []\nwhile True: kept.append(b'x' * (2 << 20)); time.sleep(0.01)"
+GROWING = "import os, sys; print(os.getpid(), flush=True); kept = [b'x' * (8 << 20) for _ in sys.stdin]"
 
 
 def test_a_process_of_the_group_that_grows_is_found() -> None:
-    process = subprocess.Popen([sys.executable, "-c", GROWING], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline()
+    with subprocess.Popen([sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stdout.readline()
         with ProcessWatch(process.pid, seconds=0.02) as watch:
-            until = time.monotonic() + 60
-            while not watch.problems() and time.monotonic() < until:
-                time.sleep(0.05)
-    finally:
+            until, shown = time.monotonic() + 120, ""
+            while not (problems := watch.problems()) and time.monotonic() < until:
+                # It grows by 8 MB after each sample, however long a sample takes.
+                if watch.table() != shown:
+                    shown = watch.table()
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                time.sleep(0.01)
         process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-    (problem,) = watch.problems()
+    (problem,) = problems
     assert f"({process.pid}): its memory grew from" in problem and f"({process.pid}): " in watch.table()
 
 

@@ -85,6 +85,8 @@ class ObjectCache:
         # Names of objects that are not on the disk yet, or that were used since; None ends the thread.
         self._unwritten: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._disk_failed = False
+        # Held while an object is written to the disk or deleted: a write that is under way would bring back what is deleted.
+        self._disk_lock = threading.Lock()
         self._writer = threading.Thread(target=self._write_objects, name="store-disk", daemon=True)
         if disk is not None:
             self._writer.start()
@@ -206,13 +208,14 @@ class ObjectCache:
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects from memory and from the disk."""
-        with self._lock:
-            for name in names:
-                found = self._objects.pop(name, None)
-                if found is not None:
-                    self.size -= found.content.nbytes
-        if self.disk is not None:
-            self.disk.delete(names)
+        with self._disk_lock:
+            with self._lock:
+                for name in names:
+                    found = self._objects.pop(name, None)
+                    if found is not None:
+                        self.size -= found.content.nbytes
+            if self.disk is not None:
+                self.disk.delete(names)
 
     def objects(self) -> Iterator[StoredObject]:
         """All objects, each once."""
@@ -240,18 +243,22 @@ class ObjectCache:
 
     def _write_objects(self) -> None:
         while (name := self._unwritten.get()) is not None:
-            content = self._objects.get(name)
-            if content is None:
-                self.counters.lost += 1
-                continue
-            try:
-                self.counters.written += self.disk.put(name, [content.content])
-                self._disk_failed = False
-            except Exception as error:
-                self.counters.lost += 1
-                if not self._disk_failed:
-                    logger.warning("prefix store: objects are kept in memory alone: %s", error, exc_info=not isinstance(error, StoreError))
-                self._disk_failed = True
+            with self._disk_lock:
+                self._write_object(name)
+
+    def _write_object(self, name: str) -> None:
+        found = self._objects.get(name)
+        if found is None:
+            self.counters.lost += 1
+            return
+        try:
+            self.counters.written += self.disk.put(name, [found.content])
+            self._disk_failed = False
+        except Exception as error:
+            self.counters.lost += 1
+            if not self._disk_failed:
+                logger.warning("prefix store: objects are kept in memory alone: %s", error, exc_info=not isinstance(error, StoreError))
+            self._disk_failed = True
 
     def _count_damaged(self, problem: str) -> None:
         """Count a damaged object. The log has the first one."""

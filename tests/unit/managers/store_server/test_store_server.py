@@ -294,6 +294,30 @@ def test_the_disk_learns_what_is_read_from_memory(ends: Ends, tmp_path: Path, mo
     wait_for(file.exists)
 
 
+def test_a_write_that_is_under_way_does_not_bring_back_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, begun, may_go_on = FileBackend(tmp_path), threading.Event(), threading.Event()
+    write = disk.put
+
+    def write_slowly(name: str, parts: list[memoryview]) -> bool:
+        begun.set()
+        assert may_go_on.wait(10)
+        return write(name, parts)
+
+    monkeypatch.setattr(disk, "put", write_slowly)
+    with closing(ObjectCache(64 << 20, disk)) as cache:
+        memory = cache.reserve(len(CONTENT))
+        memory[:] = CONTENT
+        cache.store(NAME, memory)
+        assert begun.wait(10)
+        deleting = threading.Thread(target=cache.delete, args=([NAME],))
+        deleting.start()
+        deleting.join(0.2)
+        may_go_on.set()
+        deleting.join(10)
+        wait_for(lambda: cache.counters.written == 1)
+        assert not cache.count_run([NAME]) and not disk.count_run([NAME])
+
+
 def test_a_listing_has_files_that_are_too_large_to_be_read(ends: Ends, tmp_path: Path) -> None:
     store = ends.store(ends.server(ObjectCache(64 << 20, FileBackend(tmp_path))).endpoint)
     name, _ = page(0)
