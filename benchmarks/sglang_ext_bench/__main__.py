@@ -47,6 +47,7 @@ COMMANDS = {
     "lossy-contexts": Command("serving.lossy_contexts", "count the contexts that run at once in one pool"),
     "prefix-store": Command("serving.prefix_store", "measure the first token of prompts that a prefix store has"),
     "store-failures": Command("serving.store_failures", "measure the first token of prompts while a prefix store fails"),
+    "drafts-on-anchors": Command("serving.drafts_on_anchors", "measure the first tokens of a stored prompt over a slow link"),
     "conversations": Command("serving.conversations", "compare the reuse of conversations' prefixes with stock SGLang's, with a store too"),
     "prefill-on-codes": Command("serving.prefill_on_codes", "measure the loss of --kv-prefill quantized"),
     "step-profile": Command("serving.step_profile", "measure kernels and gaps of a server's decode steps"),

@@ -55,7 +55,7 @@ def requested_draft_length(args: KVServerArgs) -> int:
 def max_verified_tokens(args: KVServerArgs) -> int:
     """Maximum tokens that a verification gives without ``--kv-max-burst``."""
     offloaded = args.kv_offload_draft_length if can_offload_full_kv(args) else 0
-    return max(requested_draft_length(args), offloaded, MAX_EARLY_DRAFTS if has_early_decoding(args) else 0) + 1
+    return max(requested_draft_length(args), offloaded, MAX_EARLY_DRAFTS if drafts_on_anchors(args) else 0) + 1
 
 
 def max_draft_length(args: KVServerArgs) -> int:
@@ -130,9 +130,14 @@ def has_early_decoding(args: KVServerArgs) -> bool:
     return receives and args.kv_mode == "verified" and args.kv_reference != RAW and args.kv_bench_codec is None
 
 
+def drafts_on_anchors(args: KVServerArgs) -> bool:
+    """Whether requests draft on anchors while the residuals arrive, from a prefill server or from a prefix store."""
+    return has_early_decoding(args) or drafts_on_stored_anchors(args)
+
+
 def has_deferred_verification(args: KVServerArgs) -> bool:
-    """Whether verifications wait for full KV from host memory or a link, so that drafts are pending over several rounds."""
-    return can_offload_full_kv(args) or has_early_decoding(args)
+    """Whether verifications wait for full KV from host memory, a link or a store, so that many drafts are pending."""
+    return can_offload_full_kv(args) or drafts_on_anchors(args)
 
 
 def max_pending_drafts(args: KVServerArgs) -> int:
@@ -141,7 +146,7 @@ def max_pending_drafts(args: KVServerArgs) -> int:
     if not has_deferred_verification(args):
         return longest
     burst = MAX_OFFLOAD_DRAFT_LENGTH if args.kv_max_burst is None else args.kv_max_burst - 1
-    if has_early_decoding(args):
+    if has_early_decoding(args) or not can_offload_full_kv(args):
         return max(longest, min(MAX_EARLY_DRAFTS, burst))
     return max(1, min(args.kv_offload_draft_length, burst) // longest) * longest
 

@@ -20,17 +20,17 @@ def test_requests_draft_on_anchors_from_a_slow_store_and_have_stocks_answers(sto
     found = first.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [each["output_ids"] for each in found] == expected
     until(lambda: len(objects(store)) >= sum((len(ids) + EXPECTED_TOKENS - 1) // UNIT for ids in prompts), "all pages are written")
-    for params, answers in ((greedy(EXPECTED_TOKENS), expected), (SEEDED, sampled)):
-        port = free_port()
-        command = "serve", "--listen", f"tcp://127.0.0.1:{port}", "--memory-gb", "1", "--disk", str(store), "--gbps", "0.02"
-        with running(sys.executable, "-m", "sglang_ext.store", *command, port=port):
-            server = launch(*flags(store), *form, "--kv-store", f"tcp://127.0.0.1:{port}", env=STRICT)
-            # A server that has computed nothing reads the store, however slow it is.
-            found = server.ask(input_ids=prompts[-1], **params)
-            assert found["output_ids"] == answers[-1] and from_store(found) > 0
-            assert server.metric("sglang_ext:store_early_requests_total") == 1
-            assert server.metric("sglang_ext:store_early_accepted_total") > 0
-            check_company(server, prompts, params, answers)
+    port = free_port()
+    command = "serve", "--listen", f"tcp://127.0.0.1:{port}", "--memory-gb", "1", "--disk", str(store), "--gbps", "0.04"
+    with running(sys.executable, "-m", "sglang_ext.store", *command, port=port):
+        server = launch(*flags(store), *form, "--kv-store", f"tcp://127.0.0.1:{port}", env=STRICT)
+        # A server that has computed nothing reads the store, however slow it is.
+        found = server.ask(input_ids=prompts[-1], **SEEDED)
+        assert found["output_ids"] == sampled[-1] and from_store(found) > 0
+        assert server.metric("sglang_ext:store_early_requests_total") == 1
+        assert server.metric("sglang_ext:store_early_accepted_total") > 0
+        check_company(server, prompts, SEEDED, sampled)
+        check_company(server, prompts, greedy(EXPECTED_TOKENS), expected)
 
 
 def check_company(server, prompts, params, answers):

@@ -85,7 +85,9 @@ def write_another_models_pages(store: Path, _: Path) -> None:
         path.write_bytes(b"".join(parts))
 
 
-CASES = {**DAMAGES, "another model's objects": write_another_models_pages}
+SERVED = "a wrong byte in the KV", "a link in place of the namespace", "removed folder", "a file in place of the folder"
+"""Damages that a server meets. Unit tests have the others: test_stored_prefixes.py, test_objects.py, test_backends.py."""
+CASES = {**{name: DAMAGES[name] for name in SERVED}, "another model's objects": write_another_models_pages}
 
 
 @pytest.mark.parametrize("damage", CASES.values(), ids=CASES)

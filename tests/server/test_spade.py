@@ -23,7 +23,8 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     short, *told = [r["meta_info"] for r in found]
     assert (short["kv_fallback"], short["kv_drafts"]) == ("short-context", 0), "300 tokens are read whole"
     assert {each["kv_compressor"] for each in told} == {"spade"}
-    assert sum(each["num_retractions"] for each in told) > 0
+    # The shortest answer is retracted, too, if it is not alone.
+    assert sum(each["meta_info"]["num_retractions"] for each in found) > 0
     assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
     # Before each round, and after each of its steps but the last.
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)

@@ -311,6 +311,11 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
         ({"kv_full_tier": "auto"}, False, 15),
         ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, True, 60),
         ({"kv_host_gb": 1}, False, 15),
+        ({"kv_host_gb": 1, "kv_store": "file:store", "kv_store_form": "raw"}, False, 15),
+        # Requests draft while they wait for residuals.
+        ({"kv_host_gb": 1, "kv_store": "file:store", "kv_store_form": "anchored"}, False, 64),
+        ({"kv_host_gb": 1, "kv_store": "file:store", "kv_store_form": "anchored", "kv_max_burst": 32}, False, 31),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_store": "file:store", "kv_store_form": "anchored"}, True, 60),
     ],
 )
 def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder, flags, offloads, drafts):
