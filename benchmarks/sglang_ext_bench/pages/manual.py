@@ -26,12 +26,13 @@ WIDTH = 110
 PLACEHOLDER = re.compile(r"\{args\.(?:kv_)?(\w+)\}")
 SGLANG_VALUES = ("auto", "null", "prefill", "decode", "progressive", "cpu", "cuda")
 VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, *SGLANG_VALUES, r"\d+"))
+# Mode full with host memory refuses the first three groups, modes verified and lossy all but the third.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Memory and caches": CACHES,
     "Parallelism": PARALLELISM,
+    "Host memory in mode full": tuple(refusal for refusal in FULL_MODE if refusal not in (*CACHES, *PARALLELISM)),
     "Roles of prefill-decode disaggregation": ROLES,
     "Transfer backend progressive": PROGRESSIVE,
-    "Host memory in mode full": FULL_MODE,
     "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLES)),
 }
 
