@@ -70,7 +70,7 @@ NEEDS_ONLINE_METHOD = Condition(
     "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
 )
 
-OTHER_TREE = "its prefix tree does not account for compressed KV, or for KV in host memory (--kv-host-gb)"
+OTHER_TREE = "it replaces our prefix tree, which has compressed KV, and with --kv-host-gb KV in host memory"
 LAYOUT = "KV is compressed and copied from a pool that stores each layer's tokens one after another"
 SESSION = "a session keeps slots beyond a request"
 RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
