@@ -17,6 +17,7 @@ from sglang_ext.managers.cache_rank.feature import fit_shape, warn_if_few_lanes
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import int32_words
 from sglang_ext.managers.cache_rank.protocol import ExchangeLayout
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.kv_transfer.wire import WireError
 
 
 def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
@@ -27,7 +28,7 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
         protocol.SelectionRequest(0, 0, 5, 1, 4, 8, (63,)),
         protocol.Append((protocol.KeyPiece(0, 0, 64, 0), protocol.KeyPiece(0, 0, 64, 8))),
     ):  # fmt: skip
-        with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
+        with pytest.raises(WireError, match="goes beyond|place 8 was named, of 8"):
             socket.tell(wrong)
             serve(rank)
 
@@ -48,7 +49,7 @@ def refusal(bits=16):
     """Why a rank that would be on a GPU refuses."""
     socket = RankSocket()
     socket.tell(attach(bits=bits))
-    with pytest.raises(protocol.ProtocolError):
+    with pytest.raises(WireError):
         serve(SelectionServer(socket, None, 1, torch.device("cpu")))
     assert isinstance(socket.messages[-1], protocol.AttachRefused)
     return socket.messages[-1].reason
