@@ -136,7 +136,7 @@ def _check_store_pages(args: KVServerArgs) -> None:
 
 def _check_transfer(args: KVServerArgs) -> None:
     """Check the flags of the transfer backend ``progressive`` with SGLang's, the files that they name, and the hooks."""
-    for refusal in disaggregation_options.PROGRESSIVE:
+    for refusal in disaggregation_options.TRANSFER_REFUSALS:
         refusal.check(args, BACKEND_OPTION)
     if args.kv_bench_codec is not None:
         from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec

@@ -26,7 +26,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeers
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Failed, Handshakes
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes, RoomFailure
 from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory, ProgressiveManager, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
@@ -143,7 +143,7 @@ class PrefillManager(Manager):
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
-        self.decode._hear(Failed(metadata.room, reason, metadata.link_room))
+        self.decode._hear(RoomFailure(metadata.room, reason, metadata.link_room))
 
     def close(self) -> None:
         """End its links."""

@@ -15,7 +15,7 @@ from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, Worker
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.managers.spec_decode.request_states import fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

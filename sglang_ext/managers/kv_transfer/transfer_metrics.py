@@ -35,13 +35,13 @@ WaitReason = Literal["credit", "rate", "priority"]
 PlainName = Literal["kv_links", "kv_link_rooms", "kv_link_reconnects"]
 CounterName = Literal["kv_link_sent_bytes", "kv_link_received_bytes", "kv_link_refused_frames", "kv_link_wait_seconds"]
 
-GAUGES: dict[PlainName, str] = {
+LINK_GAUGES: dict[PlainName, str] = {
     "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
     "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
 }
 RECONNECTS = "kv_link_reconnects"
 # For each counter: its help, its label and the label's values.
-COUNTERS: dict[Role, dict[CounterName, tuple[str, str, tuple[str, ...]]]] = {
+LINK_COUNTERS: dict[Role, dict[CounterName, tuple[str, str, tuple[str, ...]]]] = {
     "prefill": {
         "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", StreamLabel.__args__),
         "kv_link_wait_seconds": (
@@ -87,12 +87,12 @@ class LinkMetrics:
         from prometheus_client import REGISTRY, Counter, Gauge
 
         into, label, model_name = registry or REGISTRY, "model_name", args.served_model_name or args.model_path
-        for name, text in GAUGES.items():
+        for name, text in LINK_GAUGES.items():
             gauge = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
             made._plain[name] = gauge.labels(model_name)
         reconnects = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
         made._plain[RECONNECTS] = reconnects.labels(model_name)
-        for name, (text, by, values) in COUNTERS[role].items():
+        for name, (text, by, values) in LINK_COUNTERS[role].items():
             counter = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
             made._labelled |= {(name, value): counter.labels(model_name, value) for value in values}
         return made

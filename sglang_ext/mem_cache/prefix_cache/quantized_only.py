@@ -44,7 +44,7 @@ class QuantizedOnlyKV(FreedFullKV):
             :meth:`set_remote_prefill`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
-        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: last node, and tokens covered.
+        computed: Prompts with compressed KV that do not decode yet (quantized_prefill_kv.py), by row: last node, and tokens covered.
     """
 
     packing: Packing

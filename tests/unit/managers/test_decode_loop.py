@@ -13,7 +13,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
 from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-from sglang_ext.managers.kv_offload.policy import OffloadDecision
+from sglang_ext.managers.kv_offload.offload_policy import OffloadDecision
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.metrics import KVMetrics

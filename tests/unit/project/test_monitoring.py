@@ -26,8 +26,8 @@ def exported() -> dict[str, set[str]]:
     found = {name: set(label) for name, (_, *label) in gauges.items()}
     # The known values of a counter's label follow it.
     found |= {f"{name}_total": set(rest[:1]) for name, (_, *rest) in counters.items()}
-    found |= {name: set() for name in (*transfer_metrics.GAUGES, f"{transfer_metrics.RECONNECTS}_total")}
-    found |= {f"{name}_total": {label} for role in transfer_metrics.COUNTERS.values() for name, (_, label, _) in role.items()}
+    found |= {name: set() for name in (*transfer_metrics.LINK_GAUGES, f"{transfer_metrics.RECONNECTS}_total")}
+    found |= {f"{name}_total": {label} for role in transfer_metrics.LINK_COUNTERS.values() for name, (_, label, _) in role.items()}
     return found | {"accept_length_bucket": {"le"}, "accept_length_sum": set(), "accept_length_count": set()}
 
 

@@ -31,7 +31,7 @@ from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
 from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Handshakes, RoomFailure, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, WireError, encode
@@ -171,7 +171,7 @@ class ProgressiveManager(CommonKVManager):
 
     def refuse(self, metadata: RoomMetadata, reason: str) -> None:
         """Tell a decode rank that a room will not be sent."""
-        self.send_message(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048], metadata.link_room))
+        self.send_message(NetworkAddress(metadata.host, metadata.port), RoomFailure(metadata.room, reason[:2048], metadata.link_room))
 
     def send_message(self, address: NetworkAddress, message: Control) -> bool:
         """Send a message to another manager without waiting. Return False if too many messages are queued already."""
@@ -273,7 +273,7 @@ class ProgressiveManager(CommonKVManager):
                 logger.exception("a control message could not be handled")
 
     def _hear(self, message: Control) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, RoomFailure):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
                 self.conclude(message.link_room, f"the prefill side ended it: {message.reason}")
         elif self.disaggregation_mode == DisaggregationMode.PREFILL:

@@ -12,7 +12,7 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.transfer_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import LINK_COUNTERS, LINK_GAUGES, RECONNECTS, LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 ROOT = Path(__file__).parents[4]
@@ -65,8 +65,8 @@ def test_without_enable_metrics_nothing_is_defined_and_counting_does_nothing():
 
 def test_each_metric_stands_in_the_manual():
     page = (ROOT / "docs/metrics.md").read_text()
-    counters = [f"{name}_total" for role in COUNTERS.values() for name in role]
-    assert not [name for name in (*GAUGES, f"{RECONNECTS}_total", *counters) if f"`{name}" not in page]
+    counters = [f"{name}_total" for role in LINK_COUNTERS.values() for name in role]
+    assert not [name for name in (*LINK_GAUGES, f"{RECONNECTS}_total", *counters) if f"`{name}" not in page]
 
 
 def test_bytes_go_by_stream_and_rooms_are_there_while_they_are_open(ends, sending, receiving):
