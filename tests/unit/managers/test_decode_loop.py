@@ -11,7 +11,6 @@ from round_helpers import ToyCompressedKV, request
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
-from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
 from sglang_ext.managers.kv_offload.offload_policy import OffloadDecision
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
@@ -26,6 +25,7 @@ from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
 from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 from sglang_ext.platforms.plain_cpu import run_without_pinning
 from sglang_ext_bench.timelines import read_timeline
 
