@@ -33,8 +33,9 @@ from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_ke
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
 from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Handshakes, RoomFailure, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEventKind, TransferTimeline, link_metrics
 from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, WireError, encode
+from sglang_ext.managers.metrics import MetricSet
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
@@ -137,14 +138,14 @@ class ProgressiveManager(CommonKVManager):
             self.has_keys = keys is not None
             recorded = server_args.kv_bench_timeline is not None and self.attn_tp_rank == 0
             self.timeline = TransferTimeline(server_args.kv_bench_timeline) if recorded else None
-            self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
+            self._start(keys, server_args.kv_link_gbps, link_metrics(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = PollThrottle()
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
-    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
+    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: MetricSet) -> None:
         # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
         limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR))
