@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.scores import FitRecord, model_folder, model_key
 from sglang_ext.tools import CommandError, check_folder, exit_code, show_progress
-from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split
+from sglang_ext.tools.predictor_fit import Sampler, SamplingConfig, TrainingConfig, fit, split_texts
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     training = TrainingConfig(args.network, args.width, args.epochs, seed=args.seed)
     sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)
     texts = [sampler.pieces(file) for file in args.texts]
-    parts = split(texts, args.held_out)
+    parts = split_texts(texts, args.held_out)
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
     with show_progress(console) as begin:
         if missing := [piece for pieces in texts for piece in pieces if not piece.is_sampled]:

@@ -38,6 +38,8 @@ def check_flags(args: KVServerArgs) -> None:
             raise OptionError(f"--kv-bench-timeline is '{path}', and there is no folder '{path.parent}': make it, or name another")
         if path.is_dir():
             raise OptionError(f"--kv-bench-timeline is '{path}', a folder: name a file in it")
+    if options.has_own_tree(args) and args.page_size is not None and args.page_size < 1:
+        raise OptionError(f"--page-size is {args.page_size}; pass a whole number from 1, for example 16, or leave it out")
     if transfers:
         _check_transfer(args)
     if compresses:
@@ -134,7 +136,7 @@ def _check_store_pages(args: KVServerArgs) -> None:
 
 def _check_transfer(args: KVServerArgs) -> None:
     """Check the flags of the transfer backend ``progressive`` with SGLang's, the files that they name, and the hooks."""
-    for refusal in disaggregation_options.PROGRESSIVE:
+    for refusal in disaggregation_options.TRANSFER_REFUSALS:
         refusal.check(args, BACKEND_OPTION)
     if args.kv_bench_codec is not None:
         from sglang_ext.managers.kv_transfer.progressive.compatibility import bench_codec

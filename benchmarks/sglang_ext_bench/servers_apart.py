@@ -12,7 +12,7 @@ from sglang_ext.tools import ROLES, CommandError
 from sglang_ext.tools.server_client import HOST, free_port
 from sglang_ext_bench.server import BenchServer, describe_error
 from sglang_ext_bench.speed import decode_wave
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 
 STOP_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL. SGLang's prefill and decode loops do not end on SIGTERM."""
@@ -118,7 +118,7 @@ class ServersApart:
 
 def answer(
     decode: BenchServer, body: Mapping[str, Any], new_tokens: int, prefilled: Future[Any], patience: float, called: str = "a request"
-) -> Stream:
+) -> ResponseStream:
     """Send the decode part of a request, and read its stream. Times are those of ``time.monotonic``.
 
     Args:

@@ -17,7 +17,7 @@ from sglang_ext_bench.simulating import simulate
 from sglang_ext_bench.speed import decode, decode_limit, decode_wave, settings
 from sglang_ext_bench.speed.decode import DecodeResult, line
 from sglang_ext_bench.speed.decode_limit import ModelBytes
-from sglang_ext_bench.speed.decode_wave import Stream, Wave
+from sglang_ext_bench.speed.decode_wave import ResponseStream, Wave
 from sglang_ext_bench.speed.settings import ServerSetting
 
 QWEN3_8B = {
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 def stream(chunks, **meta):
-    found = Stream()
+    found = ResponseStream()
     for seconds, tokens in chunks:
         found.add(seconds, {"completion_tokens": tokens, **meta})
     return found

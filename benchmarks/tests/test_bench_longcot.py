@@ -19,7 +19,7 @@ from sglang_ext_bench.longcot import command, flops, overlap, packs, serving
 from sglang_ext_bench.longcot.arms import make_servers, parse_loads, set_defaults
 from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.options import file_name
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 from sglang_ext_bench.timelines import PackEvent
 
 CONFIG = {
@@ -87,25 +87,25 @@ def test_a_choice_that_was_late_counts_and_without_answers_there_are_no_figures(
 
 
 def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_come():
-    stream = Stream([0.0, 1.0, 3.0, 7.0], [1, 9, 16, 33])
+    stream = ResponseStream([0.0, 1.0, 3.0, 7.0], [1, 9, 16, 33])
     assert serving.token_seconds(stream, 1, 9) == pytest.approx(1 / 8)
     assert serving.token_seconds(stream, 9, 12) == pytest.approx(2 / 7), "the burst with the twelfth"
     assert serving.token_seconds(stream, 12, 14) == 0.0, "all of one burst"
     assert serving.token_ms([serving.WaveResult.from_streams([stream])] * 2, (9, 33)) == pytest.approx((125.0, 6000 / 24))
     apart = [(0.0, 1), *((begin + token / 1000, last - 7 + token) for begin, last in ((1.0, 9), (2.0, 17), (3.0, 25)) for token in range(8))]
-    each = Stream(*map(list, zip(*apart)))
+    each = ResponseStream(*map(list, zip(*apart)))
     assert serving.token_seconds(each, 1, 9) == serving.token_seconds(each, 1, 20) == pytest.approx(1 / 8), "a chunk for each token of a round"
 
 
 def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_room_decode():
-    early = Stream([1.0, 2.0, 4.0, 5.0], [1, 2, 4, 5])
+    early = ResponseStream([1.0, 2.0, 4.0, 5.0], [1, 2, 4, 5])
     looks = [serving.SelectionReading(10 + at, 10 * at, {}, 0.0, 0.0) for at in range(8)]
-    found = serving.WaveResult.from_streams([early, Stream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
+    found = serving.WaveResult.from_streams([early, ResponseStream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
     assert (found.wave.running, found.wave.token_ms) == (2, pytest.approx(1000)) and found.selections.taken == 20
     # The second request waits for memory until the first has finished. Or both hardly send a token in the same time.
-    alone = serving.WaveResult.from_streams([early, Stream([6.0, 7.0], [1, 2])])
+    alone = serving.WaveResult.from_streams([early, ResponseStream([6.0, 7.0], [1, 2])])
     assert (alone.wave.running, alone.wave.token_ms, alone.selections) == (1, pytest.approx(1000), None)
-    apart = serving.WaveResult.from_streams([early, Stream([4.9, 7.0], [1, 2])])
+    apart = serving.WaveResult.from_streams([early, ResponseStream([4.9, 7.0], [1, 2])])
     assert apart.wave is None and serving.median_wave([apart, found]) is found and serving.median_wave([]) is None
 
 
@@ -232,7 +232,7 @@ def test_times_are_those_of_a_token_where_rounds_come_late_and_the_last_at_once(
     def streams(server, prompts, sampling, tokens, *more):
         size = 1 if "--kv-mode" not in server.command else 4 if mode == "lossy" else drafts + 1
         ends = [1, *range(1 + size, tokens, size), tokens]
-        return [Stream([step * ends[min(place + 1, len(ends) - 1)] for place in range(len(ends))], ends) for _ in prompts]
+        return [ResponseStream([step * ends[min(place + 1, len(ends) - 1)] for place in range(len(ends))], ends) for _ in prompts]
 
     monkeypatch.setattr(serving.decode_wave, "run", streams)
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,quest", "--mode", mode, "--draft-length", str(drafts), "--load", "2:128:48"]

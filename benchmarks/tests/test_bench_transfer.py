@@ -17,7 +17,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext.tools.server_client import free_port, is_taken
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 from sglang_ext_bench.transfer import accuracy, clocks, command, results
 from sglang_ext_bench.transfer.methods import METHODS, PACKED, obstacle, parse_method
 from sglang_ext_bench.transfer.results import summarize, survival
@@ -30,7 +30,7 @@ PROMPT = 200
 def stream(*chunks):
     """A stream of (time, tokens so far)."""
     times, tokens = zip(*chunks, strict=True)
-    return Stream([*times], [*tokens])
+    return ResponseStream([*times], [*tokens])
 
 
 def lynx(accepted=3):

@@ -2,10 +2,10 @@
 
 from sglang_ext.config import options
 from sglang_ext.config import selection_options as selection
-from sglang_ext.config.disaggregation_options import ROLES, quantized_transfer_settings
+from sglang_ext.config.disaggregation_options import ROLE_REFUSALS, quantized_transfer_settings
 from sglang_ext.config.method_options import drop_methods
 from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
-from sglang_ext.core import RADIX_CACHE_BACKEND
+from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 from sglang_ext.mem_cache.compressors import catalogue
 
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
@@ -70,50 +70,41 @@ NEEDS_ONLINE_METHOD = Condition(
     "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
 )
 
-OF_HOST = "use --kv-host-gb for KV in host memory"
-LAYERS_APART = "KV is copied from a pool that stores each layer's tokens one after another"
-LAYOUT = "compressed KV needs a pool that stores each layer's tokens one after another"
-IDLE = "its tree would be unused beside the one that accounts for compressed slots"
+OTHER_TREE = "it replaces our prefix tree, which has compressed KV, and with --kv-host-gb KV in host memory"
+LAYOUT = "KV is compressed and copied from a pool that stores each layer's tokens one after another"
+SESSION = "a session keeps slots beyond a request"
 RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
 
 CACHES: tuple[Refusal, ...] = (
     Refusal(
-        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
-        "the prefix tree must account for compressed slots", "leave it out, or use --kv-mode full",
+        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), OTHER_TREE, "leave it out"
     ),
-    refuse_if_set(
-        "enable_hierarchical_cache", "its tree does not account for compressed slots", f"leave it out, and {OF_HOST}",
-        fields_with_prefix("hicache_"),
-    ),
-    refuse_if_set("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
-    refuse_if_set("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
-    refuse_env_var("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
-    refuse_env_var("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
+    refuse_if_set("enable_hierarchical_cache", OTHER_TREE, dependent_fields=fields_with_prefix("hicache_")),
+    refuse_if_set("enable_lmcache", OTHER_TREE, dependent_fields=("lmcache_config_file",)),
+    refuse_if_set("enable_flexkv", OTHER_TREE, dependent_fields=("flexkv_config_file",)),
+    refuse_env_var("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", OTHER_TREE),
+    refuse_env_var("SGLANG_ENABLE_UNIFIED_RADIX_TREE", OTHER_TREE),
     Refusal(
-        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "compressing a quantized cache is untested",
+        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "a quantized cache is untested",
         "use --kv-cache-dtype auto", ("quantization_param_path",),
-    ),
-    Refusal(
-        "--page-size", lambda args: args.page_size is not None and args.page_size < 1, "a page holds tokens",
-        "pass a whole number from 1, for example 16, or leave it out",
     ),
     refuse_if_set("enable_page_major_kv_layout", LAYOUT),
     refuse_if_set("enable_unified_memory", LAYOUT),
     refuse_env_var("SGLANG_USE_HND_KVCACHE", LAYOUT),
     refuse_env_var("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after the memory beside it was planned"),
-    refuse_if_set("enable_hisparse", "it drops tokens from KV that verifications read", dependent_fields=("hisparse_config",)),
-    refuse_if_set("prefill_only_disable_kv_cache", "there would be no KV to compress"),
+    refuse_if_set("enable_hisparse", "it moves KV to host memory itself", dependent_fields=("hisparse_config",)),
     Refusal(
-        "--kv-canary", lambda args: args.kv_canary != "none", "it would report compressed KV as damaged slots",
+        "--kv-canary", lambda args: args.kv_canary != "none", "it reads SGLang's own prefix tree, and would report compressed KV as damaged",
         "leave it out", ("kv_canary_real_data", "kv_canary_sweep_interval"),
     ),
-    refuse_if_set("enable_streaming_session", "a session keeps slots beyond a request"),
-    refuse_if_set("enable_session_radix_cache", "a session keeps slots beyond a request"),
+    refuse_if_set("enable_streaming_session", SESSION),
+    refuse_if_set("enable_session_radix_cache", SESSION),
+    refuse_if_set("dllm_algorithm", "diffusion models have no autoregressive KV", dependent_fields=("dllm_algorithm_config", "dllm_fdfo")),
 )
 
 PARALLELISM: tuple[Refusal, ...] = (
     at_most_one("dp_size", "data parallelism is untested"),
-    at_most_one("pp_size", "a draft needs all layers in one process"),
+    at_most_one("pp_size", "drafts, and pages of stored KV, need all layers in one process"),
     at_most_one("attn_cp_size", RANKS),
     refuse_if_set(
         "enable_prefill_cp", RANKS,
@@ -125,8 +116,12 @@ PARALLELISM: tuple[Refusal, ...] = (
     at_most_one("dcp_size", RANKS, ("dcp_comm_backend", "dcp_replicate_q_proj")),
     at_most_one("moe_dp_size", RANKS),
     at_most_one("dwdp_size", RANKS),
+    Refusal(
+        "--decoupled-spec-role", lambda args: args.decoupled_spec_role != "null", "KV of a separate drafter is neither compressed nor stored",
+        "leave it out", ("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "decoupled_spec_rank"),
+    ),
     refuse_if_set(
-        "enable_pdmux", "its loop computes prompts without the worker that compresses them",
+        "enable_pdmux", "its loop runs forwards on several streams, without the worker that compresses prompts",
         dependent_fields=("pdmux_config_path", "sm_group_num"),
     ),
     refuse_if_set("use_ray", "its actors start schedulers without plugins"),
@@ -143,84 +138,50 @@ SPECULATION = (
 REFUSALS: tuple[Refusal, ...] = (
     *CACHES,
     *PARALLELISM,
-    *ROLES,
+    *ROLE_REFUSALS,
     Refusal(
-        "--speculative-algorithm", lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),
-        "the compressed KV cache is the drafter", "leave it out (drafts are set by --kv-draft-length), or use --kv-mode full",
-        SPECULATION,
+        "--speculative-algorithm", lambda args: args.speculative_algorithm not in (None, SPECULATIVE_ALGORITHM),
+        "the compressed KV cache is the drafter, and --kv-draft-length its draft length", "leave it out", SPECULATION,
     ),
-    Refusal(
-        "--decoupled-spec-role", lambda args: args.decoupled_spec_role != "null", "the compressed KV cache is the drafter",
-        "leave it out, or use --kv-mode full",
-        ("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "decoupled_spec_rank"),
-    ),
-    refuse_if_set(
-        "dllm_algorithm", "diffusion models have no autoregressive KV", "use --kv-mode full", ("dllm_algorithm_config", "dllm_fdfo")
-    ),
+    refuse_if_set("prefill_only_disable_kv_cache", "there would be no KV to compress"),
     refuse_if_set("enable_mixed_chunk", "SGLang has it without speculation only"),
     refuse_if_set("enable_two_batch_overlap", "its split assumes equal lengths"),
     refuse_if_set("torchao_config", "quantized weights are untested"),
-    refuse_if_set("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
+    refuse_if_set("is_embedding", "embeddings are not decoded"),
     at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
     at_most_one(
         "detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"
     ),
     Refusal(
         "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
-        "leave it out; --grpc-port serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
+        "use --grpc-port, which serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
     ),
     refuse_env_var("SGLANG_RUST_SERVER", TOKENIZER),
     refuse_if_set(
-        "encoder_only", "an encoder decodes nothing", "use --kv-mode full", ("language_only", "enable_adaptive_dispatch_to_encoder")
+        "encoder_only", "an encoder decodes nothing", dependent_fields=("language_only", "enable_adaptive_dispatch_to_encoder")
     ),
     refuse_if_set(
         "enable_torch_compile", "drafts and verifications are untested as compiled code",
         dependent_fields=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
     ),
-    refuse_if_set("enable_mis", "items do not attend to one another, and compressed KV is shared by all", "use --kv-mode full"),
+    refuse_if_set("enable_mis", "items do not attend to one another, and compressed KV is shared by all"),
     Refusal(
         "--rl-on-policy-target", lambda args: args.rl_on_policy_target is not None,
-        "verifications sample differently from its trainer", "use --kv-mode full", ("rl_quant_profile",),
+        "verifications sample differently from its trainer", "leave it out", ("rl_quant_profile",),
     ),
     refuse_if_set("enable_return_routed_experts", "experts of rejected drafts would be returned"),
     refuse_if_set("enable_return_indexer_topk", "models with an indexer are not served"),
 )
-"""Options that cannot be combined with a compressed KV cache."""
+"""Options that cannot be combined with a compressed KV cache. All of them are served in mode full without ``--kv-host-gb``."""
 
-NOT_OURS = "it has a prefix tree of its own, and KV in host memory needs ours"
 FULL_MODE: tuple[Refusal, ...] = (
-    Refusal(
-        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), NOT_OURS, "leave it out"
-    ),
-    *(refuse_if_set(name, NOT_OURS) for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")),
-    *(refuse_env_var(name, NOT_OURS) for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")),
-    Refusal(
-        "--hicache-storage-backend", lambda args: args.hicache_storage_backend not in (None, options.STORAGE_BACKEND),
-        "it is part of --enable-hierarchical-cache, which has a prefix tree of its own", "pass --kv-store instead",
-    ),
-    Refusal(
-        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "a quantized cache in host memory is untested",
-        "use --kv-cache-dtype auto",
-    ),
-    *(refuse_if_set(name, LAYERS_APART) for name in ("enable_page_major_kv_layout", "enable_unified_memory")),
-    refuse_env_var("SGLANG_USE_HND_KVCACHE", LAYERS_APART),
-    refuse_env_var("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would take the memory of the buffers through which KV is copied"),
-    refuse_if_set("enable_hisparse", "it moves KV to host memory itself"),
-    Refusal("--kv-canary", lambda args: args.kv_canary != "none", "it reads SGLang's own prefix tree", "leave it out"),
-    *(refuse_if_set(name, "a session keeps slots beyond a request") for name in ("enable_streaming_session", "enable_session_radix_cache")),
+    *CACHES,
+    *PARALLELISM,
     Refusal(
         "--speculative-algorithm", lambda args: args.speculative_algorithm is not None,
         "a draft model's KV is not stored, so that it would draft without a part of its context",
         "leave it out, or use --kv-mode verified, which drafts without a draft model",
     ),
-    Refusal("--decoupled-spec-role", lambda args: args.decoupled_spec_role != "null", "a drafter's KV is not stored", "leave it out"),
-    refuse_if_set("dllm_algorithm", "diffusion models have no autoregressive KV"),
-    at_most_one("dp_size", "data parallelism is untested"),
-    at_most_one("pp_size", "a page of KV has all layers"),
-    *(at_most_one(name, RANKS) for name in ("attn_cp_size", "dcp_size", "moe_dp_size", "dwdp_size")),
-    refuse_if_set("enable_prefill_cp", RANKS),
-    refuse_if_set("enable_pdmux", "its forwards run on several streams, and copies of KV wait for one"),
-    refuse_if_set("use_ray", "its actors start schedulers without plugins"),
 )
 """Options that cannot be combined with ``--kv-host-gb`` in mode full."""
 

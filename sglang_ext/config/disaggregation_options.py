@@ -23,7 +23,7 @@ def packs_all(args: KVServerArgs) -> str | None:
     return next((offer.quant_method for offer in offered_methods(args) if offer.quant_method and offer.drop_method is None), None)
 
 
-ROLES: tuple[Refusal, ...] = (
+ROLE_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-mode decode --kv-compressor kvzap",
         lambda args: args.disaggregation_mode == "decode" and catalogue.KVZAP in drop_methods(args),
@@ -36,7 +36,7 @@ ROLES: tuple[Refusal, ...] = (
 
 ALIKE = "each rank sends to the rank of the same number"
 BOTH_SIDES = "use --tp-size on both sides"
-PROGRESSIVE: tuple[Refusal, ...] = (
+TRANSFER_REFUSALS: tuple[Refusal, ...] = (
     at_most_one("dp_size", "data parallelism is untested with it", remedy=BOTH_SIDES),
     *(at_most_one(name, ALIKE, remedy=BOTH_SIDES) for name in ("pp_size", "attn_cp_size", "dcp_size")),
     refuse_if_set("enable_hisparse", "it receives KV in host memory"),

@@ -275,7 +275,7 @@ def method_index(found: tuple[OfferedMethod, ...], custom_params: dict[str, Any]
     return next((place for place, offer in enumerate(found) if offer.is_named(asked)), None)
 
 
-def check_request(args: KVServerArgs, asked: object) -> None:
+def check_compressor(args: KVServerArgs, asked: object) -> None:
     """Refuse a request's :data:`COMPRESSOR_PARAM` that is no method of the server: ``ValueError`` names the server's."""
     found = offered_methods(args)
     if method_index(found, {COMPRESSOR_PARAM: asked}) is None:

@@ -157,7 +157,7 @@ def verify_widths(args: KVServerArgs) -> tuple[int, ...]:
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
-def max_captured_tokens(args: KVServerArgs, requests: int) -> int:
+def max_verification_tokens(args: KVServerArgs, requests: int) -> int:
     """Tokens of the largest captured verification with at most ``requests`` running requests."""
     narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
     return max(narrow, MAX_WIDE_REQUESTS * args.speculative_num_draft_tokens) if has_deferred_verification(args) else narrow

@@ -50,7 +50,7 @@ def request_acceptance(forced: float, custom_params: dict[str, Any] | None) -> f
 
 
 REQUEST_PARAMS: dict[str, Callable[[KVServerArgs, Any], None]] = {
-    method_options.COMPRESSOR_PARAM: method_options.check_request,
+    method_options.COMPRESSOR_PARAM: method_options.check_compressor,
     PACING: _check_pacing,
     ACCEPTANCE: _check_acceptance,
 }

@@ -169,7 +169,7 @@ class Refusal:
             if getattr(args, name) != default:
                 raise OptionError(
                     f"{combination} {option(name)} ({getattr(args, name)!r}): it is part of {self.option}, which is refused: "
-                    f"{self.why}; leave it out, or use --kv-mode full."
+                    f"{self.why}; leave it out{otherwise}."
                 )
 
 
@@ -251,7 +251,7 @@ class Flag(Arg):
     def check_conflicts(self, args: KVServerArgs, has_device: bool = False) -> None:
         """Refuse combinations with the flag, if it is given: those with ``needs_device`` if ``has_device``, else the others."""
         value = getattr(args, self.name)
-        otherwise = "" if self.name == "kv_mode" else f", or leave {self.option} out"
+        otherwise = f", or use {self.option} {self.default}" if self.name == "kv_mode" else f", or leave {self.option} out"
         for each in self.conflicts if self.is_given(args) else ():
             if each.needs_device == has_device and each.value in (None, value):
                 each.check(args, f"{self.option} {value}", otherwise)

@@ -9,11 +9,12 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.hooks import activation as hooking, table
-from sglang_ext.layers.forward import KVDraftInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 
 
 class KVVerifiedAlgorithm(CustomSpecAlgo):
@@ -39,8 +40,10 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(
         self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: FutureMap
-    ) -> KVDraftInput:
+    ) -> "KVDraftInput":
         """Create the input of the first round of requests that another server prefilled: their first tokens, int64 [requests]."""
+        from sglang_ext.managers.spec_decode.round_result import KVDraftInput
+
         for req in batch.reqs:
             if req.grammar is not None:
                 # A retracted request comes here again, with a grammar that has seen this token. SGLang recognizes it by this field,

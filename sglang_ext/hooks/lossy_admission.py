@@ -4,7 +4,7 @@ A prompt needs its full KV while it is computed and packed, and much less afterw
 limit: there are slots for the full KV of all starting prompts, for their compressed KV, and for the next round of all requests. That round
 creates the compressed KV, and nothing is decoded before it. The later limit: there are slots for the remaining KV of all requests while
 their outputs grow. Full KV is freed before outputs need its slots. Prompts that attend to quantized KV hold full KV of two chunks at once,
-and need none for a quantized-only prefix (mem_cache/prefix_cache/quantized_prompts.py).
+and need none for a quantized-only prefix (mem_cache/prefix_cache/quantized_prefill_kv.py).
 """
 
 from collections.abc import Callable

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODES = {
+MODE_MEANINGS = {
     "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
     "lossy": "decoding on compressed KV: answers are approximate",
 }
 IN_8_BITS = "drafts on compressed KV, verified on full KV received in 8 bits (--kv-reference int8): answers are those of such KV"
 # For disaggregated servers: the server's role, and how to send requests.
-ROLES = {
+ROLE_MEANINGS = {
     "prefill": "prefill server: it computes prompts, and decode servers generate the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
 }
@@ -51,7 +51,7 @@ def log_when_ready(
 def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
     """Mode, method and address of a server, one line each."""
     role = args.disaggregation_mode
-    means = MODES[args.kv_mode]
+    means = MODE_MEANINGS[args.kv_mode]
     if args.kv_mode == "verified" and role != "null" and args.disaggregation_transfer_backend == BACKEND and args.kv_reference == "int8":
         means = IN_8_BITS
     slow = ""
@@ -63,8 +63,8 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
     request = sample_request(args.url(), takes_text=not args.skip_tokenizer_init, has_key=bool(args.api_key))
     return (
         f"mode {args.kv_mode}: {means}{slow}",
-        f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
-        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {request}"),
+        f"compressor {methods}{drafts}{prompts}" + (f"; {ROLE_MEANINGS[role]}" if role in ROLE_MEANINGS else ""),
+        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLE_MEANINGS else f"try: {request}"),
     )
 
 

@@ -45,7 +45,7 @@ def _replay(req: "Req") -> "_Replay | None":
     """The replay of a streamed request's new tokens except the newest. None if it has at most one new token."""
     num_streamed, num_reasoning = getattr(req, STREAMED, (0, 0))
     num_tokens = len(req.output_ids_through_stop)
-    # While a request is prefilled again, it lacks its newest token, which was streamed already (hooks/transfer.py:RecomputeQueue).
+    # While a request is prefilled again, it lacks its newest token, which was streamed already (hooks/transfer.py:prefill_again).
     setattr(req, STREAMED, (max(num_streamed, num_tokens), req.reasoning_tokens))
     if not req.stream or num_tokens <= num_streamed + 1 or (req.finished() and req.finished_output):
         return None
@@ -84,7 +84,7 @@ class _Replay:
 def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulator", *, req: "Req") -> None:
     """Hook around ``accept``: send the tokens of an answer that is not streamed at its first token and at each interval.
 
-    A request that is prefilled again lacks its newest token until its last round ends (hooks/transfer.py:RecomputeQueue). Until then it
+    A request that is prefilled again lacks its newest token until its last round ends (hooks/transfer.py:prefill_again). Until then it
     sends nothing: SGLang would count that token as not sent, and send it twice.
     """
     if getattr(req, "pd_rebootstrap_in_progress", False) and not req.finished():

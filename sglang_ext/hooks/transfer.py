@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
 
 if TYPE_CHECKING:
@@ -91,24 +91,17 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     receiver.expect_queries(feature.prompt_queries, lambda: req.req_pool_idx)
     full_kv = None if is_rebootstrap else feature.arriving_full_kv(req)
     if full_kv is not None:
-        prefill_again = RecomputeQueue(queue).prefill_again
-        receiver.enable_early_decoding(lambda arrival: full_kv.expect(req.req_pool_idx, arrival), prefill_again)
+        receiver.enable_early_decoding(lambda arrival: full_kv.expect(req.req_pool_idx, arrival), partial(prefill_again, queue))
     return made
 
 
-@dataclass(frozen=True)
-class RecomputeQueue:
-    """Lets the prefill server recompute prompts for one decode server's queue."""
-
-    queue: "DecodePreallocQueue"
-
-    def prefill_again(self, req: "Req") -> None:
-        """Let the prefill server recompute a request that freed its slots, as SGLang does with requests retracted for new weights."""
-        # The first token is kept, because the client may have it.
-        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
-        req.pd_rebootstrap_in_progress = True
-        req.time_stats.set_retract_time()
-        self.queue.add(req, is_rebootstrap=True)
+def prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
+    """Let the prefill server recompute a request that freed its slots, as SGLang does with requests retracted for new weights."""
+    # The first token is kept, because the client may have it.
+    req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    req.time_stats.set_retract_time()
+    queue.add(req, is_rebootstrap=True)
 
 
 def expect_quantized(queue: "DecodePreallocQueue", req: "Req", receiver: ProgressiveReceiver, is_rebootstrap: bool) -> None:
@@ -138,7 +131,7 @@ def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *pre
         delattr(req, PLANNED)
         slots = prompts.allocate(req, planned, lambda padding, covered: original(queue, req, padding, covered, covered))
     if prompts is not None:
-        prompts.enable_recompute(req, RecomputeQueue(queue))
+        prompts.enable_recompute(req, partial(prefill_again, queue))
     return slots
 
 

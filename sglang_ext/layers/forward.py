@@ -1,4 +1,4 @@
-"""Forwards of the target model over rows of the token table: their inputs, their attention, and the batch state between rounds.
+"""Forwards of the target model over rows of the token table: their inputs, and their attention.
 
 SGLang's forward mode for several tokens per request is ``TARGET_VERIFY``: attention reads the token table, and the logits of every
 token are kept. A speculative input gives the attention backends the true lengths.
@@ -254,41 +254,6 @@ class EvenVerifyInput(SpecInput):
 def index_pointers(lengths: torch.Tensor) -> torch.Tensor:
     """Running sum of ``lengths`` from 0: int32 [batch + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-@dataclass
-class KVDraftInput:
-    """A batch's draft input between iterations.
-
-    SGLang's overlapped scheduler relays ``bonus_tokens`` on the device from one iteration to the next, by row of the token table
-    (``future_indices``). The scheduler reads the other fields of any draft input. The worker keeps all further state by request.
-
-    Attributes:
-        bonus_tokens: int64 [batch], newest token of each output; its KV is not computed yet.
-        future_indices: int64 [batch], rows under which the scheduler relays the tokens; the scheduler sets them.
-    """
-
-    bonus_tokens: torch.Tensor
-    future_indices: torch.Tensor | None = None
-    topk_p: torch.Tensor | None = None
-    topk_index: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
-    dsa_topk_indices: torch.Tensor | None = None
-    future_dsa_topk_indices_available: bool = False
-
-    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        """Keep the requests at ``new_indices``."""
-        if self.future_indices is not None:
-            self.future_indices = self.future_indices[new_indices]
-        else:
-            self.bonus_tokens = self.bonus_tokens[new_indices.to(self.bonus_tokens.device)]
-
-    def merge_batch(self, spec_info: "KVDraftInput") -> None:
-        """Append another batch's requests."""
-        if self.future_indices is not None:
-            self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
-        else:
-            self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
 
 
 def use_plain_decoding(model_runner: "ModelRunner") -> None:

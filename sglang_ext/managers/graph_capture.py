@@ -58,7 +58,7 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
     # SGLang rounds the number of requests up if ranks share a batch.
     width = 1 if args.kv_mode == "lossy" else options.verify_widths(args)[-1]
     most = max(get_batch_sizes_to_capture(model_runner, width)[0]) * width
-    return most if width == 1 else max(most, options.max_captured_tokens(args, model_runner.req_to_token_pool.size))
+    return most if width == 1 else max(most, options.max_verification_tokens(args, model_runner.req_to_token_pool.size))
 
 
 def create_compressed_attention(

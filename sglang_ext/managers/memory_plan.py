@@ -217,7 +217,7 @@ class MemoryPlanner:
             key_codes=slots * self.code_bytes,
             extremes=self._extremes(slots),
             workspaces=self._workspaces(requests),
-            logits=4 * model.vocabulary * options.max_captured_tokens(self.args, requests) if self._captures else 0,
+            logits=4 * model.vocabulary * options.max_verification_tokens(self.args, requests) if self._captures else 0,
             **parts,
         )
 

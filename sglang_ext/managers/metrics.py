@@ -8,7 +8,7 @@ from sglang_ext.config.method_options import offered_methods
 from sglang_ext.core import FALLBACK_REASONS
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
     from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.managers.spec_decode.cost_model import RoundTimes
@@ -48,12 +48,51 @@ class MetricSource(Protocol):
 
 
 @dataclass
-class KVMetrics:
-    """The metrics of one scheduler process."""
+class MetricSet:
+    """Gauges and counters with the label ``model_name``, and at most one more. A new set has none, so that all calls do nothing.
 
-    model_name: str
+    Any thread may call :meth:`count`.
+    """
+
+    model_name: str = ""
     _gauges: "dict[str, Gauge]" = field(default_factory=dict)
     _counters: "dict[str, Counter]" = field(default_factory=dict)
+
+    def define(
+        self,
+        gauges: Mapping[str, tuple[str, ...]],
+        counters: Mapping[str, tuple[str, ...]],
+        gauge_mode: str,
+        registry: "CollectorRegistry | None" = None,
+    ) -> None:
+        """Define metrics of tables like :data:`GAUGES` and :data:`COUNTERS`, in the process's registry by default.
+
+        The series of all known labels of counters start at 0, because a rate needs a first value. ``gauge_mode``: how SGLang's page combines
+        a gauge's values of several processes.
+        """
+        # Import it after SGLang prepared the folder of its processes.
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        into = registry or REGISTRY
+        for name, (text, *label) in gauges.items():
+            self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode=gauge_mode, registry=into)
+        for name, (text, *rest) in counters.items():
+            label, known = rest[:1], rest[1:]
+            self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label), registry=into)
+            for value in [(each,) for each in known] if label else [()]:
+                self._counters[name].labels(self.model_name, *value)
+
+    def count(self, name: str, amount: float, *label: str) -> None:
+        """Increase a counter, or change a gauge by ``amount``; no-op if it is not defined."""
+        metric = self._counters.get(name) or self._gauges.get(name)
+        if metric is not None:
+            metric.labels(self.model_name, *label).inc(amount)
+
+
+@dataclass
+class KVMetrics(MetricSet):
+    """The metrics of one scheduler process."""
+
     _accept_length: "Histogram | None" = None
     _last_totals: dict[tuple[str, ...], float] = field(default_factory=dict)
 
@@ -61,14 +100,11 @@ class KVMetrics:
     def create(cls, args: "KVServerArgs", counts: bool = True, sources: Iterable[MetricSource] = ()) -> "KVMetrics":
         """Define the metrics, if ``--enable-metrics`` is set and this process ``counts``. Otherwise all calls do nothing.
 
-        In mode full only those of ``sources`` are defined. The series of all known labels start at 0, because a rate needs a first value.
+        In mode full only those of ``sources`` are defined.
         """
         made = cls(args.served_model_name or args.model_path)
         if not args.enable_metrics or not counts:
             return made
-        # Import it after SGLang prepared the folder of its processes.
-        from prometheus_client import Counter, Gauge, Histogram
-
         compresses = args.kv_mode != "full"
         gauges, counters = (dict(GAUGES), dict(COUNTERS)) if compresses else ({}, {})
         for source in sources:
@@ -76,24 +112,14 @@ class KVMetrics:
             counters.update(source.counters)
         if compresses:
             counters["copies"] += tuple(offer.public_name for offer in offered_methods(args))
-        for name, (text, *label) in gauges.items():
-            made._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
-        for name, (text, *rest) in counters.items():
-            label, known = rest[:1], rest[1:]
-            made._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
-            for value in [(each,) for each in known] if label else [()]:
-                made._counters[name].labels(made.model_name, *value)
-        if not compresses:
-            return made
-        buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
-        histogram = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
-        made._accept_length = histogram.labels(made.model_name)
-        return made
+        made.define(gauges, counters, "mostrecent")
+        if compresses:
+            from prometheus_client import Histogram
 
-    def count(self, name: str, amount: float, *label: str) -> None:
-        """Increase a counter; no-op without metrics."""
-        if name in self._counters:
-            self._counters[name].labels(self.model_name, *label).inc(amount)
+            buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
+            histogram = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
+            made._accept_length = histogram.labels(made.model_name)
+        return made
 
     def _set_total(self, name: str, value: float, *label: str) -> None:
         """Set a gauge to ``value``, or increase a counter to the total ``value``."""

@@ -15,7 +15,7 @@ from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
-from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
+from sglang_ext.mem_cache.prefix_cache.quantized_prefill_kv import QuantizedPrefillKV
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -67,7 +67,7 @@ class QuantizedAttention(Feature):
         parts = tree_cache.nodes, compressed_kv, worker.layout.layout, worker.method_of
         if is_single_server and self.prefill is not None:
             chunk = self.args.chunked_prefill_size
-            return FullKVProvider(QuantizedPrompts(*parts, chunk=chunk if chunk and chunk > 0 else None))
+            return FullKVProvider(QuantizedPrefillKV(*parts, chunk=chunk if chunk and chunk > 0 else None))
         return FullKVProvider(QuantizedOnlyKV(*parts, recomputes=is_single_server))
 
     def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options
 from sglang_ext.core import EARLY_ROWS, TPRanks
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, KVDraftInput
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
@@ -21,6 +21,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
 

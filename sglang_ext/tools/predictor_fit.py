@@ -216,7 +216,7 @@ class TextSplit:
     texts: int
 
 
-def split(texts: list[list[TextPiece]], share: float) -> TextSplit:
+def split_texts(texts: list[list[TextPiece]], share: float) -> TextSplit:
     """Hold out a ``share`` of the texts, at least one, selected by hash. Raises ``CommandError`` if fewer than two are long enough."""
     named = sorted({tuple(sorted(piece.path for piece in pieces)) for pieces in texts if pieces})
     if len(named) < 2:

@@ -13,7 +13,7 @@ from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.kv_transfer.progressive.rooms import RoomEncoder, RoomWriter
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import PageHeader, Stream
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing

@@ -6,6 +6,7 @@ import zmq
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.kv_transfer.wire import encode
 
 
 class RankSocket:
@@ -21,7 +22,7 @@ class RankSocket:
 
     def tell(self, *messages: protocol.ToRank) -> None:
         """Send messages to the rank. It receives them in its next turn."""
-        self._frames.extend(map(protocol.encode, messages))
+        self._frames.extend(map(encode, messages))
 
     def send(self, frame: bytes, flags: int = 0) -> None:
         """Keep a message of the rank."""

@@ -12,8 +12,8 @@ import zmq
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkSettings, PageHeader, RoomShape, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 LAYERS = LayerRange(0, 30)
 SETTINGS = LinkSettings("0f" * 16, "bfloat16", 30, 3, 64, 64, 256, "lynx", 1, {"sinks": 4, "wide": True}, "int8", 0, 1)
@@ -37,18 +37,14 @@ def part(stream: Stream, payload: bytes, page: int = 0) -> tuple[Stream, bytes, 
     return stream, payload, page, LAYERS
 
 
-class CountedMetrics(LinkMetrics):
+class CountedMetrics(MetricSet):
     """Sums by metric, whatever the label."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sums: Counter[str] = Counter()
 
-    def add(self, name: str, count: int) -> None:
-        """Add."""
-        self.sums[name] += count
-
-    def count(self, name: str, amount: float, label: str) -> None:
+    def count(self, name: str, amount: float, *label: str) -> None:
         """Add."""
         self.sums[name] += amount
 

@@ -11,7 +11,7 @@ from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix, below
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
-from sglang_ext.mem_cache.prefix_cache.quantized_prompts import QuantizedPrompts
+from sglang_ext.mem_cache.prefix_cache.quantized_prefill_kv import QuantizedPrefillKV
 
 HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
 
@@ -33,7 +33,7 @@ class Lossy(World):
             frees_full_kv=True,
         )
         parts = self.cache.nodes, self.compressed_kv, self.packing, lambda req: of_copies
-        self.codes = QuantizedPrompts(*parts, chunk=chunk) if on_codes else QuantizedOnlyKV(*parts)
+        self.codes = QuantizedPrefillKV(*parts, chunk=chunk) if on_codes else QuantizedOnlyKV(*parts)
         self.cache.bind(self.compressed_kv, inserts_outputs=False, freed_full_kv=self.codes)
 
     def write(self, slots, kv):

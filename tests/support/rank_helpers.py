@@ -11,6 +11,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import epoch_word
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
+from sglang_ext.managers.kv_transfer.wire import encode
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 
@@ -83,7 +84,7 @@ class ScriptedRank:
 
     def say(self, message):
         """To the link."""
-        self.peer.send(protocol.encode(message))
+        self.peer.send(encode(message))
 
     def hear(self):
         """Take what was said, and do what any rank does at once: attach, answer pings, take keys."""

@@ -71,7 +71,7 @@ SERVED: dict[str, str] = {
     """,
     # Which requests run, and how much room they have: the scheduler's own, with the tree's eviction strategies.
     "scheduling": """
-        mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size max_prefill_tokens
+        mem_fraction_static max_running_requests max_queued_requests max_total_tokens page_size chunked_prefill_size max_prefill_tokens
         prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption default_priority_value
         abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold
         retraction_policy schedule_conservativeness radix_eviction_policy disable_radix_cache disable_overlap_schedule scheduler_recv_interval

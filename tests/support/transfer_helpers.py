@@ -1,30 +1,37 @@
 """Both sides of the transfer backend ``progressive`` in one process: pools, and managers whose control plane is a function call."""
 
+import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from waiting import until
 
 from sglang_ext.managers.kv_transfer.limits import NetworkInterface, PollThrottle
 from sglang_ext.managers.kv_transfer.link import Link
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive.compatibility import make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import DecodePeers
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Failed, Handshakes
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes, RoomFailure
 from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory, ProgressiveManager, fetch_prefill_server
 from sglang_ext.managers.kv_transfer.progressive.page_codec import UNIT
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.kv_transfer.wire import LinkSettings
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"
+PAGE = 16
 # Of a request at the decode server, in the token table.
 ROW = 3
 
@@ -136,7 +143,7 @@ class PrefillManager(Manager):
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
-        self.decode._hear(Failed(metadata.room, reason, metadata.link_room))
+        self.decode._hear(RoomFailure(metadata.room, reason, metadata.link_room))
 
     def close(self) -> None:
         """End its links."""
@@ -175,3 +182,52 @@ class DecodeManager(Manager):
 def settled(end) -> bool:
     """Whether a sender or receiver succeeded or failed."""
     return end.poll() in (KVPoll.Success, KVPoll.Failed)
+
+
+def pages_of(tokens: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
+    """SGLang's pages for so many tokens, in no order, and the tokens' slots."""
+    pages = np.array(random.Random(seed).sample(range(SLOTS // PAGE), -(-tokens // PAGE)), np.int64)
+    return pages, torch.from_numpy((pages[:, None] * PAGE + np.arange(PAGE)).ravel()[:tokens])
+
+
+def send(sender: ProgressiveSender, pages: np.ndarray, tokens: int, chunks: Sequence[int], aux_index: int = 3) -> None:
+    """Send whole pages of each chunk, and the rest with the last, as SGLang's scheduler does. ``chunks`` are their ends, in pages."""
+    sender.init(len(pages), aux_index)
+    begin = 0
+    for end in (*chunks, len(pages)):
+        last = end == len(pages)
+        sender.send(pages[begin:end], num_kv_tokens=(tokens if last else end * PAGE) - begin * PAGE)
+        begin = end
+
+
+def transfer(
+    both: Any, room: int, prompt: Sequence[int], prefix: int = 0, chunks: Sequence[int] = (), receiver_first: bool = True
+) -> tuple[ProgressiveSender, ProgressiveReceiver, torch.Tensor, torch.Tensor]:
+    """Send a room between servers (conftest.py). Returns its sender and receiver, and the slots on both sides."""
+    tokens = len(prompt) - prefix
+    source, here = pages_of(tokens, room)
+    target, there = pages_of(tokens, room + 1)
+
+    def receive() -> ProgressiveReceiver:
+        receiver = both.receiver(room, prompt)
+        receiver.send_metadata(target, 5, decode_prefix_len=prefix)
+        return receiver
+
+    receiver = receive() if receiver_first else None
+    sender = both.sender(room, prompt)
+    if receiver is None:
+        assert sender.poll() == KVPoll.Bootstrapping
+        receiver = receive()
+    assert sender.poll() == KVPoll.WaitingForInput and sender.pop_decode_prefix_len() == prefix
+    send(sender, source, tokens, chunks)
+    return sender, receiver, here, there
+
+
+def begun_early(both: Any, prompt: Sequence[int]) -> tuple[ProgressiveSender, torch.Tensor, torch.Tensor, Any]:
+    """Send a room whose request begins on its anchor. Returns its sender, the slots on both sides, and what is to come."""
+    rest: list[Any] = []
+    both.begin = rest.append
+    sender, receiver, here, there = transfer(both, 7, prompt)
+    until(lambda: receiver.poll() == KVPoll.Success)
+    receiver.clear()
+    return sender, here, there, rest[0]

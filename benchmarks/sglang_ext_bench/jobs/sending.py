@@ -12,7 +12,7 @@ from sglang_ext.core import run_periodically
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.server import BenchServer
 from sglang_ext_bench.servers_apart import ServersApart, answer
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 
 # Seconds between two readings of a pool's usage.
 POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ class JobResponse:
     room: int
     prompt_len: int
     arrival: float
-    stream: Stream
+    stream: ResponseStream
     prefill_server: int
     decode_server: int
 

@@ -86,7 +86,7 @@ class ThreadSampler:
             print(f"{self._name}, {thread}: {shown}", file=sys.stderr, flush=True)
 
 
-class RoomListener:
+class TimedRoom:
     """Waits for the end of a room.
 
     Attributes:
@@ -171,7 +171,7 @@ def receive_backend(endpoint: str, args: argparse.Namespace, parent: Connection)
     codec = make_codec(args.reference, pool, CODECS.get(args.codec))
     pages = split_pages(pool, codec.page_size)
     hashes = [PAGE_HASH] * len(pages)
-    listeners = {room: RoomListener() for room in (WARM_UP_ROOM, TIMED_ROOM)}
+    listeners = {room: TimedRoom() for room in (WARM_UP_ROOM, TIMED_ROOM)}
     writers = {
         room: TimedRoomWriter(codec, AuxRecords(pool.args), 0, pages, hashes, listener)
         for room, listener in listeners.items()
@@ -204,7 +204,7 @@ def send_backend(endpoint: str, args: argparse.Namespace) -> Callable[[], None]:
     link = Link(endpoint, SETTINGS, LinkLimits())
     peer, sampler = DecodePeer(link), ThreadSampler(args, "sender")
     for number in (WARM_UP_ROOM, TIMED_ROOM):
-        listener = RoomListener()
+        listener = TimedRoom()
         room = RoomEncoder(number, codec, [page.start for page in pages], [PAGE_HASH] * len(pages), listener)
         peer.open(room)
         peer.send(room, tuple(page.slots for page in pages), bytes(16))

@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser, transport: str, mib: int, mib
     """
     add = parser.add_argument
     add("--transport", choices=("ipc", "tcp"), default=transport, help="local socket or loopback interface (default: %(default)s)")
-    add("--frame-kib", type=int, default=LinkLimits().frame_bytes >> 10, help="KiB of a frame (default: %(default)s)")
+    most = LinkLimits().frame_bytes >> 10
+    add("--frame-kib", type=int, choices=range(1, most + 1), metavar=f"1..{most}", default=most, help="KiB of a frame (default: %(default)s)")
     add("--mib", type=int, default=mib, help=f"{mib_help} (default: %(default)s)")
     add("--repeats", type=int, default=3, help="runs of each, in turn (default: %(default)s)")
 

@@ -15,7 +15,7 @@ from sglang_ext.tools import CommandError
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.longcot.arms import LongcotLoad
 from sglang_ext_bench.speed import decode_wave
-from sglang_ext_bench.speed.decode_wave import Stream, Wave
+from sglang_ext_bench.speed.decode_wave import ResponseStream, Wave
 from sglang_ext_bench.client import readings, total
 from sglang_ext_bench.server import RequestClient
 
@@ -156,12 +156,12 @@ class WaveResult:
         selections: Selections of cache ranks in that time. None without cache ranks.
     """
 
-    streams: Sequence[Stream]
+    streams: Sequence[ResponseStream]
     wave: Wave | None
     selections: SelectionCounts | None
 
     @classmethod
-    def from_streams(cls, streams: Sequence[Stream], polled: Sequence[SelectionReading] = (), start: float = 0.0) -> "WaveResult":
+    def from_streams(cls, streams: Sequence[ResponseStream], polled: Sequence[SelectionReading] = (), start: float = 0.0) -> "WaveResult":
         """Measure a wave.
 
         Args:
@@ -221,7 +221,7 @@ def median_wave(waves: Sequence[WaveResult]) -> WaveResult | None:
     return waves[times[len(times) // 2][1]] if times else None
 
 
-def token_seconds(stream: Stream, before: int, until: int) -> float:
+def token_seconds(stream: ResponseStream, before: int, until: int) -> float:
     """Seconds per token, from token number ``before`` to token number ``until``. Tokens of one burst count from its first chunk."""
     bursts = stream.bursts()
     first, last = (next(burst for burst in bursts if burst.tokens >= token) for token in (before, until))

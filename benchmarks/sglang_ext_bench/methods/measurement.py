@@ -10,7 +10,7 @@ from sglang_ext_bench.methods.servers import KINDS, MeasuredMethod, MethodServer
 from sglang_ext_bench.quality.server_measurements import reported_bytes
 from sglang_ext_bench.server import RequestClient
 from sglang_ext_bench.speed import decode_wave
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 
 SEED = 1
 POLL_SECONDS = 0.1
@@ -84,7 +84,7 @@ def measure(
 
 def run_wave(
     server: RequestClient, method: MeasuredMethod, prompts: Sequence[tuple[int, ...]], temperature: float, new_tokens: int
-) -> tuple[list[Stream], float]:
+) -> tuple[list[ResponseStream], float]:
     """Send all prompts at once. Returns their streams, and the largest number of bytes in compressed KV during the wave."""
     sampling = SamplingSettings(temperature, SEED if temperature else None)
     largest = 0.0
@@ -98,7 +98,7 @@ def run_wave(
 
 
 def figures_of(
-    method: MeasuredMethod, context: int, temperature: float, streams: Sequence[Stream], draft_share: float
+    method: MeasuredMethod, context: int, temperature: float, streams: Sequence[ResponseStream], draft_share: float
 ) -> MethodFigures:
     """The figures of a wave, in which the kinds of text have equally many requests, one kind after the other.
 

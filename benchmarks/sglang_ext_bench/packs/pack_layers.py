@@ -30,7 +30,7 @@ CPU_REPEATS = 5
 SEARCH_STEPS, SEARCH_QUERIES = 12, 16
 
 
-class ModelShape(NamedTuple):
+class LayerShape(NamedTuple):
     """Shapes of a model's layers.
 
     Attributes:
@@ -57,9 +57,9 @@ class ModelShape(NamedTuple):
 
 
 MODELS = {
-    "qwen3-8b": ModelShape(4096, 12288, 32, 8, 128, (6, 12)),
-    "qwen3-32b": ModelShape(5120, 25600, 64, 8, 128, (4, 8)),
-    "tiny": ModelShape(64, 96, 6, 2, 16, (2,)),
+    "qwen3-8b": LayerShape(4096, 12288, 32, 8, 128, (6, 12)),
+    "qwen3-32b": LayerShape(5120, 25600, 64, 8, 128, (4, 8)),
+    "tiny": LayerShape(64, 96, 6, 2, 16, (2,)),
 }
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext.device import Mark, to_device
-from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.exchange_buffer import DEVICE_COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
 from sglang_ext.managers.cache_rank.feature import TRAVELING_BYTES
 from sglang_ext.managers.cache_rank.leases import KeyLeases
 from sglang_ext.managers.cache_rank.protocol import (
@@ -263,7 +263,7 @@ class CycleRunner:
         until = monotonic() + PATIENCE
         while len(link.replies) < load.batch:
             rank.wait_for_messages(until, f"{len(link.replies)} of {load.batch} selection requests were answered")
-        counted = dict(zip(COUNTERS, (now - then for now, then in zip(exchange.counters.tolist(), before))))
+        counted = dict(zip(DEVICE_COUNTERS, (now - then for now, then in zip(exchange.counters.tolist(), before))))
         if counted["late"] or counted["unasked"]:
             raise RuntimeError(f"cache rank of {rank.kind.name} bits: selections were late: {counted}")
         # Replies of a group have the same seconds.

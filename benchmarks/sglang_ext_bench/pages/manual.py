@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sglang_ext.config.combinations import CACHES, FULL_MODE, PARALLELISM, REFUSALS
-from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
+from sglang_ext.config.disaggregation_options import TRANSFER_REFUSALS, ROLE_REFUSALS
 from sglang_ext.config.flags import FLAGS, GROUPS
 from sglang_ext.config.options import MODES
 from sglang_ext.config.rules import Flag, Refusal, one_of, option
@@ -26,13 +26,14 @@ WIDTH = 110
 PLACEHOLDER = re.compile(r"\{args\.(?:kv_)?(\w+)\}")
 SGLANG_VALUES = ("auto", "null", "prefill", "decode", "progressive", "cpu", "cuda")
 VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, *SGLANG_VALUES, r"\d+"))
+# Mode full with host memory refuses the first three groups, modes verified and lossy all but the third.
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Memory and caches": CACHES,
     "Parallelism": PARALLELISM,
-    "Roles of prefill-decode disaggregation": ROLES,
-    "Transfer backend progressive": PROGRESSIVE,
-    "Host memory in mode full": FULL_MODE,
-    "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLES)),
+    "Host memory in mode full": tuple(refusal for refusal in FULL_MODE if refusal not in (*CACHES, *PARALLELISM)),
+    "Roles of prefill-decode disaggregation": ROLE_REFUSALS,
+    "Transfer backend progressive": TRANSFER_REFUSALS,
+    "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLE_REFUSALS)),
 }
 
 

@@ -39,7 +39,7 @@ class Burst:
 
 
 @dataclass
-class Stream:
+class ResponseStream:
     """The streaming response to one request.
 
     Attributes:
@@ -138,7 +138,7 @@ class Wave:
         return self.tokens / self.seconds
 
 
-def read(server: RequestClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> Stream:
+def read(server: RequestClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> ResponseStream:
     """Send a request to ``/generate``, and read its stream.
 
     Args:
@@ -150,7 +150,7 @@ def read(server: RequestClient, body: dict[str, Any], began: float, clock: Calla
     Raises:
         OSError: As for :meth:`RequestClient.stream`, or the server sent an error.
     """
-    stream = Stream()
+    stream = ResponseStream()
     for event in server.stream("generate", {**body, "stream": True}):
         if "meta_info" not in event:
             # SGLang checks a request after it has sent status 200.
@@ -159,7 +159,7 @@ def read(server: RequestClient, body: dict[str, Any], began: float, clock: Calla
     return stream
 
 
-def measure(streams: Sequence[Stream]) -> Wave:
+def measure(streams: Sequence[ResponseStream]) -> Wave:
     """Measure the span in which all running requests decode. The span begins and ends with a chunk.
 
     Raises:
@@ -198,7 +198,7 @@ def run(
     acceptance: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     compressor: str | None = None,
-) -> list[Stream]:
+) -> list[ResponseStream]:
     """Send all prompts at once, and read their streams.
 
     Args:
@@ -223,7 +223,7 @@ def run(
     if any(value is not None for value in custom.values()):
         parameters["custom_params"] = {name: value for name, value in custom.items() if value is not None}
 
-    def send(input_ids: tuple[int, ...]) -> Stream:
+    def send(input_ids: tuple[int, ...]) -> ResponseStream:
         try:
             stream = read(server, {"input_ids": list(input_ids), "sampling_params": parameters}, began, clock)
         except (OSError, KeyError) as error:

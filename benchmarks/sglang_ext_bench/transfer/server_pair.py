@@ -11,7 +11,7 @@ from types import TracebackType
 from sglang_ext.tools import ROLES
 from sglang_ext_bench.client import SamplingSettings
 from sglang_ext_bench.servers_apart import ServersApart, answer
-from sglang_ext_bench.speed.decode_wave import Stream
+from sglang_ext_bench.speed.decode_wave import ResponseStream
 from sglang_ext_bench.timelines import TransferEvent, read_timeline
 
 # By default SGLang transfers a cached prefix before it computes the rest, so the transfer would start before the end of prefill. The pair
@@ -33,7 +33,7 @@ class TransferResponse:
     """
 
     sent: float
-    stream: Stream
+    stream: ResponseStream
     events: tuple[TransferEvent, ...]
     cached: int
 

@@ -37,7 +37,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 
 # Counters of the device: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of
 # waiting, and applied rows of K and V.
-COUNTERS = ("taken", "late", "unasked", "waited", "rows")
+DEVICE_COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 ALL_LAYERS = slice(None)
 # Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
@@ -124,7 +124,7 @@ class ExchangeBuffer:
         descriptor: Descriptor of the shared memory; None on a GPU.
         regions: Views of the regions of :class:`~.protocol.ExchangeLayout`, in order.
         number: Number of writes in this epoch, including a reserved one that is not published yet.
-        counters: int64 [5], :data:`COUNTERS`, on the device.
+        counters: int64 [5], :data:`DEVICE_COUNTERS`, on the device.
 
     Raises:
         ExchangeBufferError: The cache rank's GPU cannot read this GPU's memory, or the system refuses so much shared memory.
@@ -141,7 +141,7 @@ class ExchangeBuffer:
             memory, self.descriptor = _allocate_on_host(layout.size)
         self.heads, self.written, self.queries, self.keys, self.chosen, *rows = self.regions = layout.views(memory)
         self.values, self.records, *self.arrived = rows
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self.counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
 
     def begin(self, epoch: int) -> int | None:
         """Reset the words for a process of a new epoch. Return a descriptor that the process inherits and its starter closes; None on a
@@ -243,14 +243,14 @@ class ExchangeBuffer:
             if not self._await_reply(copy, begun + int(seconds * 1e9)):
                 continue
             if self.shape.rows:
-                self.counters[COUNTERS.index("rows")] += self.commit_rows(copy, buffers)
+                self.counters[DEVICE_COUNTERS.index("rows")] += self.commit_rows(copy, buffers)
             elif (kept := self.read_selection(copy, self.shape.layers)) is not None:
                 place = torch.arange(copy.keep)
                 for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
                     cells = as_pointers(keys)
                     per_slot, heads = cells.shape[2], torch.arange(cells.shape[1])
                     cells[copy.slots[place // per_slot][:, None], heads, (place % per_slot)[:, None]] = of_layer.t().int()
-        self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
+        self.counters[DEVICE_COUNTERS.index("waited")] += time.monotonic_ns() - begun
 
     def _await_reply(self, copy: SelectionTarget, until: int) -> bool:
         head, parity = self.heads[copy.lane], copy.word % 2
@@ -258,7 +258,7 @@ class ExchangeBuffer:
         while is_requested and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
             time.sleep(1e-4)
         hit = is_requested and int(head[CHOSEN + parity]) == copy.word
-        self.counters[COUNTERS.index("taken" if hit else "late" if is_requested else "unasked")] += 1
+        self.counters[DEVICE_COUNTERS.index("taken" if hit else "late" if is_requested else "unasked")] += 1
         return hit
 
     def is_answered(self, entry: int, word: int) -> bool:

@@ -7,7 +7,8 @@ import torch
 
 from sglang_ext.device import sent
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, ProtocolError, StagedTokens
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, StagedTokens
+from sglang_ext.managers.kv_transfer.wire import WireError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
 
@@ -26,7 +27,7 @@ class KeyStore:
     def __init__(self, attach: Attach, device: torch.device):
         shape, scaling, self.blocks = attach.shape, attach.scaling, attach.blocks
         if len(scaling) != shape.layers:
-            raise ProtocolError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
+            raise WireError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
         sizes, tokens = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), attach.bits), self.blocks * BLOCK
         self._scored = scoring_keys(sizes, tokens, device)
         exact = self._scored
@@ -46,12 +47,12 @@ class KeyStore:
         self.sent = None if self._values is None else KVBuffers(layers, scaling, keys, self._values.unbind())
 
     def lease(self, told: Lease) -> None:
-        """Set the blocks of a lane's request. If a block does not exist, or an earlier one is missing, raise :class:`ProtocolError`."""
+        """Set the blocks of a lane's request. If a block does not exist, or an earlier one is missing, raise :class:`WireError`."""
         if told.blocks and max(told.blocks) >= self.blocks:
-            raise ProtocolError(f"the lease names block {max(told.blocks)}, but there are {self.blocks} blocks")
+            raise WireError(f"the lease names block {max(told.blocks)}, but there are {self.blocks} blocks")
         held = self._leased.setdefault(told.lane, [])
         if told.first > len(held):
-            raise ProtocolError(f"blocks from {told.first} on were leased to lane {told.lane}, which has {len(held)} blocks")
+            raise WireError(f"blocks from {told.first} on were leased to lane {told.lane}, which has {len(held)} blocks")
         held[told.first :] = told.blocks
 
     def free(self, lane: int) -> None:
@@ -59,17 +60,17 @@ class KeyStore:
         self._leased.pop(lane, None)
 
     def first_slot(self, told: KeyPiece) -> int:
-        """Return the slot of the first token. If the tokens do not fit into the block, raise :class:`ProtocolError`."""
+        """Return the slot of the first token. If the tokens do not fit into the block, raise :class:`WireError`."""
         if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
             place = f"block {told.block} (of {self.blocks} blocks of {BLOCK} tokens)"
-            raise ProtocolError(f"{told.tokens} tokens at offset {told.offset} do not fit into {place}")
+            raise WireError(f"{told.tokens} tokens at offset {told.offset} do not fit into {place}")
         return told.block * BLOCK + told.offset
 
     def slots(self, lane: int, tokens: int) -> torch.Tensor:
-        """Return the slots of the first tokens of a lane's request: int64 [tokens]. If it has fewer, raise :class:`ProtocolError`."""
+        """Return the slots of the first tokens of a lane's request: int64 [tokens]. If it has fewer, raise :class:`WireError`."""
         held = self._leased.get(lane, [])
         if tokens > len(held) * BLOCK:
-            raise ProtocolError(f"{tokens} tokens were requested of lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
+            raise WireError(f"{tokens} tokens were requested of lane {lane}, whose {len(held)} blocks hold {len(held) * BLOCK}")
         first = torch.tensor(held[: -(-tokens // BLOCK)])[:, None] * BLOCK
         return (first + torch.arange(BLOCK)).flatten()[:tokens]
 

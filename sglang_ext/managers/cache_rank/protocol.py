@@ -6,11 +6,13 @@ cache rank.
 """
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
-import msgspec
 import torch
 from msgspec import Meta, Struct
+
+from sglang_ext.managers.kv_transfer.wire import make_decoder
 
 VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 20
@@ -45,10 +47,6 @@ Written = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
 def epoch_word(epoch: int, number: int) -> int:
     """Return the word of a number in a process's epoch."""
     return (epoch << NUMBER_BITS) + number
-
-
-class ProtocolError(ValueError):
-    """The bytes are not a message of this protocol version."""
 
 
 class RankMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -317,29 +315,5 @@ class Heartbeat(RankMessage, tag="beat"):
 ToRank = Attach | Lease | Append | SelectionRequest | Free | RankPing
 FromRank = Attached | AttachRefused | SelectionReply | PlacesFreed | Heartbeat
 
-_encoder = msgspec.msgpack.Encoder()
-_to_rank, _from_rank = msgspec.msgpack.Decoder(ToRank), msgspec.msgpack.Decoder(FromRank)
-
-
-def encode(message: ToRank | FromRank) -> bytes:
-    """Encode a message as one frame."""
-    return _encoder.encode(message)
-
-
-def decode_to_rank(frame: bytes) -> ToRank:
-    """Decode a message of an inference rank, or raise :class:`ProtocolError`."""
-    return _decode(_to_rank, frame)
-
-
-def decode_from_rank(frame: bytes) -> FromRank:
-    """Decode a message of a cache rank, or raise :class:`ProtocolError`."""
-    return _decode(_from_rank, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> ToRank | FromRank:
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message has {len(frame)} bytes; the maximum is {MAX_MESSAGE_BYTES}")
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(str(error)) from error
+decode_to_rank: Callable[[bytes], ToRank] = make_decoder(ToRank, "message to a cache rank", VERSION, MAX_MESSAGE_BYTES)
+decode_from_rank: Callable[[bytes], FromRank] = make_decoder(FromRank, "message of a cache rank", VERSION, MAX_MESSAGE_BYTES)

@@ -16,6 +16,7 @@ import zmq
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
+from sglang_ext.managers.kv_transfer.wire import WireError, encode
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ class RankLink:
         if self._process is None:
             raise RankUnavailable(self.down_reason)
         try:
-            self._process.socket.send(protocol.encode(message), zmq.NOBLOCK)
+            self._process.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             if not self._has_ended():
                 self._fail("silent", "it accepts no more messages")
@@ -266,7 +267,7 @@ class RankLink:
                     self._handle_message(message)
             except (zmq.Again, RankUnavailable):
                 return
-            except protocol.ProtocolError as error:
+            except WireError as error:
                 self._fail("wrong", f"it sent an invalid message: {error}")
                 return
 

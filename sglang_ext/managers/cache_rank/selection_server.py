@@ -30,8 +30,9 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBufferError
 from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, ProtocolError, StagedTokens, epoch_word
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MAX_REASON_CHARS, VERSION, StagedTokens, epoch_word
 from sglang_ext.managers.cache_rank.selection_runner import SelectionRunner
+from sglang_ext.managers.kv_transfer.wire import WireError, encode
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
@@ -66,7 +67,7 @@ class SelectionServer:
         """Run until ``is_running`` returns False. It is called several times a second.
 
         Raises:
-            ProtocolError: The inference rank sent an invalid message.
+            WireError: The inference rank sent an invalid message.
         """
         self._send(protocol.Heartbeat(self._epoch))
         while is_running():
@@ -81,11 +82,11 @@ class SelectionServer:
         """Send a heartbeat. Skip it if the queue is full because an idle inference rank does not read."""
         self._last_heartbeat = time.monotonic()
         with suppress(zmq.Again), self._sending:
-            self._socket.send(protocol.encode(protocol.Heartbeat(self._epoch)), zmq.NOBLOCK)
+            self._socket.send(encode(protocol.Heartbeat(self._epoch)), zmq.NOBLOCK)
 
     def _send(self, message: protocol.FromRank) -> None:
         with self._sending:
-            self._socket.send(protocol.encode(message))
+            self._socket.send(encode(message))
         self._last_heartbeat = time.monotonic()
 
     def _receive(self, milliseconds: int) -> None:
@@ -106,11 +107,11 @@ class SelectionServer:
             case protocol.RankPing():
                 self._send(protocol.Heartbeat(self._epoch, message.number))
             case _ if self._memory is None:
-                raise ProtocolError(f"the first message must be Attach, not {type(message).__name__}")
+                raise WireError(f"the first message must be Attach, not {type(message).__name__}")
             case protocol.SelectionRequest() if not self._fits(message):
-                raise ProtocolError(f"{message} goes beyond {self._memory.shape}")
+                raise WireError(f"{message} goes beyond {self._memory.shape}")
             case protocol.Append() if (last := max(piece.place for piece in message.pieces)) >= self._memory.shape.places:
-                raise ProtocolError(f"place {last} was named, of {self._memory.shape.places}")
+                raise WireError(f"place {last} was named, of {self._memory.shape.places}")
             case protocol.SelectionRequest() | protocol.Append():
                 self._announced.append(message)
             case protocol.Lease():
@@ -148,7 +149,7 @@ class SelectionServer:
 
     def _refuse(self, reason: str) -> NoReturn:
         self._send(protocol.AttachRefused(self._epoch, reason[:MAX_REASON_CHARS]))
-        raise ProtocolError(reason)
+        raise WireError(reason)
 
     def _open(self, told: protocol.Attach) -> None:
         """Allocate the key store, and map the exchange buffer."""

@@ -22,7 +22,7 @@ import torch
 from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.client import CacheRankClient
-from sglang_ext.managers.cache_rank.exchange_buffer import COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
+from sglang_ext.managers.cache_rank.exchange_buffer import DEVICE_COUNTERS, ExchangeBuffer, QueryUpload, SelectionTarget
 from sglang_ext.managers.cache_rank.leases import RankRequest
 from sglang_ext.managers.cache_rank.rank_link import Pack, RankLink, RankUnavailable
 from sglang_ext.mem_cache.compressed.async_selector import CompressedKVSource, compile_lengths
@@ -202,10 +202,10 @@ class StepwiseClient(CacheRankClient):
 
 
 class ExchangeCounters:
-    """Reads how much ``counters`` of an exchange buffer, :data:`COUNTERS`, have grown, as far as known without waiting for the device."""
+    """Reads how much ``counters`` of an exchange buffer, :data:`DEVICE_COUNTERS`, have grown, as far as known without waiting for the device."""
 
     def __init__(self, counters: torch.Tensor):
-        self._counters, self._seen, self._coming = counters, dict.fromkeys(COUNTERS, 0), None
+        self._counters, self._seen, self._coming = counters, dict.fromkeys(DEVICE_COUNTERS, 0), None
         self._read = torch.zeros(len(counters), dtype=torch.int64, pin_memory=counters.is_cuda)
 
     def look(self) -> dict[str, int]:
@@ -217,8 +217,8 @@ class ExchangeCounters:
             found = found if self._coming is None else self._read.tolist()
             self._read.copy_(self._counters, non_blocking=True)
             self._coming = torch.cuda.current_stream().record_event()
-        before, self._seen = self._seen, dict(zip(COUNTERS, found))
-        return {name: self._seen[name] - before[name] for name in COUNTERS}
+        before, self._seen = self._seen, dict(zip(DEVICE_COUNTERS, found))
+        return {name: self._seen[name] - before[name] for name in DEVICE_COUNTERS}
 
 
 @dataclass

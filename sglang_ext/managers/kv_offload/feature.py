@@ -10,7 +10,7 @@ from sglang_ext.config import options
 from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.level_quantizers import Lynx

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode

@@ -11,7 +11,7 @@
     incoming_rooms.py     the receiver's rooms: parts received, checked and written, until the room ends
     link_server.py        the receiver's end: one thread reads all links, another writes the parts
     transfer_metrics.py   metrics of both ends on /metrics, and timestamps of each request's transfer for benchmarks
-    quantized_prompts.py  prompts that are transferred as quantized KV
+    quantized_transfer.py prompts that are transferred as quantized KV
     progressive/          SGLang's transfer backend on top of links
 
 A **room** is the KV transfer of one request (SGLang's ``bootstrap_room``). A **part** is the unit of transfer: the anchor or the residual

@@ -19,8 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, PageHeader, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Reachability:
 
     endpoint: str
     limits: LinkLimits
-    metrics: LinkMetrics
+    metrics: MetricSet
     connected: bool = False
     _was_connected: bool = False
     _problem: str = "it does not answer"
@@ -183,9 +183,9 @@ class Reachability:
     def welcome(self) -> None:
         """Record that the receiver answered Hello."""
         if not self.connected:
-            self.metrics.add("kv_links", 1)
+            self.metrics.count("kv_links", 1)
             if self._was_connected:
-                self.metrics.add("kv_link_reconnects", 1)
+                self.metrics.count("kv_link_reconnects", 1)
         self.connected = self._was_connected = True
         self.record_progress()
 
@@ -211,7 +211,7 @@ class Reachability:
         """Record that the connection is closed, for whatever reason."""
         if self.connected:
             self.connected, self._gone_since = False, time.monotonic()
-            self.metrics.add("kv_links", -1)
+            self.metrics.count("kv_links", -1)
 
     def unreachable_reason(self, now: float) -> str | None:
         """Return why rooms fail that waited too long for a connection; None while one exists, or existed recently."""

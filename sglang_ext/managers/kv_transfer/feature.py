@@ -15,11 +15,12 @@ from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.core import TPRanks
 from sglang_ext.managers.feature import Feature, Worker
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPrompt, QuantizedPromptAllocator, plan_quantized_prompt
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.managers.spec_decode.request_states import fallback_reason, is_token_only
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RemotePrefill
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -66,9 +67,9 @@ class ArrivingFullKV(FullKVProvider):
         """Return whether the rest of a request's KV will not arrive."""
         return self._outcomes.get(row) is False
 
-    def recompute_source(self, row: int) -> "ProgressiveReceiver | None":
-        """Return the receiver of an early request; None for other requests."""
-        return self._arrivals.get(row)
+    def remote_prefill(self, row: int) -> RemotePrefill | None:
+        """Return the function with which the prefill server computes an early request again; None for other requests."""
+        return self._arrivals[row].prefill_again if row in self._arrivals else None
 
     def end_early_decoding(self, row: int) -> None:
         """Make an early request an ordinary one: all of its drafts are verified at the end of this round."""

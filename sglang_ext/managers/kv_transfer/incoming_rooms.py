@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import MAX_PART_BYTES, Ended, Have, LinkError, PageHeader, RoomShape, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class IncomingRooms:
     link. It is called from any thread, so it must not block.
     """
 
-    def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
+    def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: MetricSet) -> None:
         self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
@@ -167,7 +167,7 @@ class IncomingRooms:
             if number in self._rooms:
                 raise LinkError(f"room {number} is registered; abort it before it is received again")
             self._rooms[number] = IncomingRoom(number, expected, sink)
-            self._metrics.add("kv_link_rooms", 1)
+            self._metrics.count("kv_link_rooms", 1)
 
     def open(self, number: int, link: bytes) -> IncomingRoom | None:
         """Assign a room to the link of the first sender that opens it. Return it; None if it has ended."""
@@ -241,4 +241,4 @@ class IncomingRooms:
         """Remove a room, unless another room with its number was registered since. The caller holds the lock."""
         if self._rooms.get(room.number) is room:
             del self._rooms[room.number]
-            self._metrics.add("kv_link_rooms", -1)
+            self._metrics.count("kv_link_rooms", -1)

@@ -22,8 +22,9 @@ from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connect
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.outgoing_queue import OutgoingQueue, OutgoingRoom, SendListener
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, WaitTimer, stream_label
+from sglang_ext.managers.kv_transfer.transfer_metrics import WaitTimer, stream_label
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LayerRange, LinkError, LinkSettings, RoomShape, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Link:
         limits: LinkLimits = LinkLimits(),
         interface: NetworkInterface | None = None,
         keys: LinkKeys | None = None,
-        metrics: LinkMetrics = LinkMetrics(),
+        metrics: MetricSet = MetricSet(),
     ) -> None:
         check_endpoint(endpoint, keys)
         self._metrics, self._waits = metrics, WaitTimer(metrics)
@@ -114,7 +115,7 @@ class Link:
                 raise LinkError(f"the link to {self.endpoint} takes no rooms: {self.refusal or 'it is closed'}")
             self._queue.open(room, shape, listener)
             self._unopened.append(room)
-            self._metrics.add("kv_link_rooms", 1)
+            self._metrics.count("kv_link_rooms", 1)
             self._notify()
 
     def offer(
@@ -165,7 +166,7 @@ class Link:
         ended = self._queue.end(room)
         if ended is not None:
             self._ended.append((ended, reason))
-            self._metrics.add("kv_link_rooms", -1)
+            self._metrics.count("kv_link_rooms", -1)
 
     def _notify_ended(self, seconds: float = 0.0) -> None:
         """Notify the listeners of ended rooms whose bytes libzmq no longer reads. With ``seconds``, wait that long, then notify all."""

@@ -23,8 +23,9 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.incoming_rooms import IncomingRoom, IncomingRooms
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.server_socket import ServerSocket
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, stream_label
+from sglang_ext.managers.kv_transfer.transfer_metrics import stream_label
 from sglang_ext.managers.kv_transfer.wire import MAX_ACKS, LinkError, LinkSettings, PageHeader, RoomShape, settings_mismatch, version_mismatch
+from sglang_ext.managers.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class LinkServer:
         limits: LinkLimits = LinkLimits(),
         keys: LinkKeys | None = None,
         take: Callable[[int], bytearray | np.ndarray] = bytearray,
-        metrics: LinkMetrics = LinkMetrics(),
+        metrics: MetricSet = MetricSet(),
     ) -> None:
         self._metrics = metrics
         self._settings, self._limits, self._take_memory = settings, limits, take
@@ -162,7 +163,7 @@ class LinkServer:
             self._send(address, wire.Refused(differs))
             return
         if hello.link in self._heard:
-            self._metrics.add("kv_link_reconnects", 1)
+            self._metrics.count("kv_link_reconnects", 1)
         if hello.link in self._links:
             self._drop_connection(self._links[hello.link].address)
         self._drop_connection(address)
@@ -170,7 +171,7 @@ class LinkServer:
             address, hello.link, self._limits.window_bytes, self._take_memory, self._reader
         )
         self._heard[hello.link] = time.monotonic()
-        self._metrics.add("kv_links", 1)
+        self._metrics.count("kv_links", 1)
         self._send(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: SenderConnection, room: int, shape: RoomShape) -> None:
@@ -303,7 +304,7 @@ class LinkServer:
         self._to_grant.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
-            self._metrics.add("kv_links", -1)
+            self._metrics.count("kv_links", -1)
 
     def _send(self, address: bytes, message: wire.FromReceiver) -> None:
         if not self._socket.send(address, wire.encode(message)):

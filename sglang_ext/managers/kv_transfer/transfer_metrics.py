@@ -11,7 +11,7 @@ The timeline has timestamps of KV transfers and of drafting and verification, pe
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,103 +20,65 @@ import torch
 
 from sglang_ext.device import Mark
 from sglang_ext.managers.kv_transfer.wire import RoomShape, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics import MetricWrapperBase
 
     from sglang_ext.config.rules import KVServerArgs
 
-Role = Literal["prefill", "decode"]
-# An unsplit page is sent in the stream of anchors, without a residual.
-StreamLabel = Literal["anchor", "residual", "whole", "aux"]
-RefusalReason = Literal["checksum", "bounds", "protocol"]
-WaitReason = Literal["credit", "rate", "priority"]
-PlainName = Literal["kv_links", "kv_link_rooms", "kv_link_reconnects"]
-CounterName = Literal["kv_link_sent_bytes", "kv_link_received_bytes", "kv_link_refused_frames", "kv_link_wait_seconds"]
-
-GAUGES: dict[PlainName, str] = {
-    "kv_links": "Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",
-    "kv_link_rooms": "Requests whose KV is being transferred over links. Maximum over ranks.",
+LINK_GAUGES = {
+    "kv_links": ("Links between a prefill and a decode rank whose other end answers. Maximum over ranks.",),
+    "kv_link_rooms": ("Requests whose KV is being transferred over links. Maximum over ranks.",),
 }
-RECONNECTS = "kv_link_reconnects"
-# For each counter: its help, its label and the label's values.
-COUNTERS: dict[Role, dict[CounterName, tuple[str, str, tuple[str, ...]]]] = {
-    "prefill": {
-        "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", StreamLabel.__args__),
+RECONNECTS = {"kv_link_reconnects": ("Links that broke and were reconnected.",)}
+# An unsplit page is sent in the stream of anchors, without a residual.
+STREAM_LABELS = ("anchor", "residual", "whole", "aux")
+# By role of the server.
+LINK_COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "prefill": RECONNECTS | {
+        "kv_link_sent_bytes": ("Bytes of requests sent, including retransmissions.", "stream", *STREAM_LABELS),
         "kv_link_wait_seconds": (
             "Seconds in which queued data could not be sent: the receiver granted no more, --kv-link-gbps was reached, or another "
             "link had anchors to send.",
-            "reason",
-            WaitReason.__args__,
+            *("reason", "credit", "rate", "priority"),
         ),
     },
-    "decode": {
-        "kv_link_received_bytes": ("Bytes of requests received, including retransmissions.", "stream", StreamLabel.__args__),
+    "decode": RECONNECTS | {
+        "kv_link_received_bytes": ("Bytes of requests received, including retransmissions.", "stream", *STREAM_LABELS),
         "kv_link_refused_frames": (
             "Refused messages: the part had a wrong checksum or did not belong to its request, or the message was invalid.",
-            "reason",
-            RefusalReason.__args__,
+            *("reason", "checksum", "bounds", "protocol"),
         ),
     },
-}
+}  # fmt: skip
 
 
-def stream_label(stream: Stream, shape: RoomShape) -> StreamLabel:
+def stream_label(stream: Stream, shape: RoomShape) -> str:
     """Return the metrics' label of a stream of a room."""
     return "whole" if stream is Stream.ANCHOR and not shape.residual else stream.value
 
 
-@dataclass
-class LinkMetrics:
-    """Metrics of all links of one rank. A new object counts nothing. All methods may be called from any thread."""
-
-    _plain: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
-    _labelled: "dict[tuple[str, str], MetricWrapperBase]" = field(default_factory=dict)
-
-    @classmethod
-    def create(cls, args: "KVServerArgs", role: Role, registry: "CollectorRegistry | None" = None) -> "LinkMetrics":
-        """Create the metrics of a server in ``role``; they count if ``--enable-metrics`` is set. Default: the process's registry.
-
-        All series are created with value 0, because rates need a first value.
-        """
-        made = cls()
-        if not args.enable_metrics:
-            return made
-        # Imported after SGLang prepared its multi-process folder.
-        from prometheus_client import REGISTRY, Counter, Gauge
-
-        into, label, model_name = registry or REGISTRY, "model_name", args.served_model_name or args.model_path
-        for name, text in GAUGES.items():
-            gauge = Gauge(f"sglang_ext:{name}", text, (label,), multiprocess_mode="max", registry=into)
-            made._plain[name] = gauge.labels(model_name)
-        reconnects = Counter(f"sglang_ext:{RECONNECTS}", "Links that broke and were reconnected.", (label,), registry=into)
-        made._plain[RECONNECTS] = reconnects.labels(model_name)
-        for name, (text, by, values) in COUNTERS[role].items():
-            counter = Counter(f"sglang_ext:{name}", text, (label, by), registry=into)
-            made._labelled |= {(name, value): counter.labels(model_name, value) for value in values}
-        return made
-
-    def add(self, name: PlainName, count: int) -> None:
-        """Add to a metric without labels; negative to subtract from a gauge."""
-        if name in self._plain:
-            self._plain[name].inc(count)
-
-    def count(self, name: CounterName, amount: float, label: StreamLabel | WaitReason | RefusalReason) -> None:
-        """Add to a counter, under the value of its label."""
-        if (name, label) in self._labelled:
-            self._labelled[name, label].inc(amount)
+def link_metrics(args: "KVServerArgs", role: str, registry: "CollectorRegistry | None" = None) -> MetricSet:
+    """Define the metrics of a server's links, in the process's registry by default, if ``--enable-metrics`` is set."""
+    metrics = MetricSet(args.served_model_name or args.model_path)
+    if args.enable_metrics:
+        metrics.define(LINK_GAUGES, LINK_COUNTERS[role], "max", registry)
+        for name in LINK_GAUGES:
+            # Creates the series.
+            metrics.count(name, 0)
+    return metrics
 
 
 @dataclass
 class WaitTimer:
     """Counts why a sender waits, and how long. Used by the sender's thread."""
 
-    metrics: LinkMetrics
-    _awaited: WaitReason | None = None
+    metrics: MetricSet
+    _awaited: str | None = None
     _since: float = 0.0
 
-    def set_wait_reason(self, awaited: WaitReason | None) -> None:
+    def set_wait_reason(self, awaited: str | None) -> None:
         """Set the reason why the sender waits from now on, None if it does not wait. Count the time since the last call."""
         if awaited is None and self._awaited is None:
             return

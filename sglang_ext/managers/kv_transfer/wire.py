@@ -45,7 +45,7 @@ class LinkError(Exception):
 
 
 class WireError(ValueError):
-    """The data is not a message of this version."""
+    """The data is not a message of this version, or the message cannot be followed."""
 
 
 class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

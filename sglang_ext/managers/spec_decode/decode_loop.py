@@ -18,13 +18,13 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.layers.forward import KVDraftInput, select_requests
+from sglang_ext.layers.forward import select_requests
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, StepRunner, Verifier, prefill
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
-from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts, RoundResult, merge_outputs
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts, RoundResult, merge_outputs
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
 from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, RoundTimer, SelectionInterval
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests

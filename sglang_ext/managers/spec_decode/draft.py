@@ -18,11 +18,10 @@ from sglang_ext.config.request_params import request_acceptance
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
-from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.spec_decode.grammar import GrammarWalk
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
-from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
 from sglang_ext.mem_cache.compressed.queries import RecordedRows

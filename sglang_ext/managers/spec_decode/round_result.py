@@ -1,4 +1,4 @@
-"""Results of a round: output tokens, merged for a batch, as SGLang's result; and the pending drafts of each row."""
+"""Results of a round: output tokens, merged for a batch, as SGLang's result; what SGLang relays to the next round; pending drafts."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,7 +8,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.device import to_device
-from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.spec_decode.round_timer import RoundMarks
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
@@ -77,6 +76,41 @@ def _put_logprobs(sampled: SampledTokens, parts: list[OutputTokens], width: int)
             sampled.logprobs[mine] = theirs.logprobs[there]
             sampled.top_logprobs[mine] = theirs.top_logprobs[there]
             sampled.requested_logprobs[mine] = theirs.requested_logprobs[there]
+
+
+@dataclass
+class KVDraftInput:
+    """A batch's draft input between iterations.
+
+    SGLang's overlapped scheduler relays ``bonus_tokens`` on the device from one iteration to the next, by row of the token table
+    (``future_indices``). The scheduler reads the other fields of any draft input. The worker keeps all further state by request.
+
+    Attributes:
+        bonus_tokens: int64 [batch], newest token of each output; its KV is not computed yet.
+        future_indices: int64 [batch], rows under which the scheduler relays the tokens; the scheduler sets them.
+    """
+
+    bonus_tokens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    topk_p: torch.Tensor | None = None
+    topk_index: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+    dsa_topk_indices: torch.Tensor | None = None
+    future_dsa_topk_indices_available: bool = False
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep the requests at ``new_indices``."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices.to(self.bonus_tokens.device)]
+
+    def merge_batch(self, spec_info: "KVDraftInput") -> None:
+        """Append another batch's requests."""
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
 
 
 @dataclass

@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, tokens_
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_ext.managers.kv_offload.policy import OffloadPolicy
+    from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
     from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
         EarlyRequests,
         FreedFullKV,

@@ -6,6 +6,7 @@ The method selects tokens, the writer stores them in slots, and the draft row po
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +60,7 @@ class CompressionMethod:
         """First tokens of a context that are stored unchanged, in separate slots."""
         return self.packing.sinks
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Tokens covered, shared and kept after the sinks are multiples of it: those of a page and of a block."""
         return self.packing.unit

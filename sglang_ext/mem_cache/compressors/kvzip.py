@@ -43,7 +43,7 @@ SUFFIX = ".safetensors"
 MIN_MATCH = 128
 
 
-def page_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
+def document_hashes(tokens: Sequence[int]) -> Iterator[bytes]:
     """Yield the hashes of the whole pages of ``tokens``, in order, lazily. Each hash covers all tokens before the page's end."""
     return prefix_hashes(np.asarray(tokens[end - PAGE : end], dtype="<i8").tobytes() for end in range(PAGE, len(tokens) + 1, PAGE))
 
@@ -67,7 +67,7 @@ class ScoredDocument:
 
     @classmethod
     def from_tokens(cls, tokens: list[int], model: str, method: str, settings: dict[str, object]) -> "ScoredDocument":
-        return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(page_hashes(tokens)))
+        return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(document_hashes(tokens)))
 
     @property
     def hashes(self) -> list[bytes]:
@@ -198,7 +198,7 @@ class ScoreIndex:
         again, because the mapping of a truncated file must not be read.
         """
         found, common = None, 0
-        for digest in page_hashes(tokens):
+        for digest in document_hashes(tokens):
             if digest not in self._pages:
                 break
             found, common = self._pages[digest]

@@ -30,7 +30,7 @@ def as_words(buffer: torch.Tensor, widest: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class PageRun:
+class HostPageRun:
     """``count`` consecutive pages from page ``first`` on, which has index ``place`` in a list of pages."""
 
     place: int
@@ -38,13 +38,13 @@ class PageRun:
     count: int
 
 
-def runs(pages: torch.Tensor) -> tuple[PageRun, ...]:
+def runs(pages: torch.Tensor) -> tuple[HostPageRun, ...]:
     """Return the maximal runs of ``pages`` (int64 [pages], on the host), in the list's order."""
     if not len(pages):
         return ()
     breaks = (pages.diff() != 1).nonzero().flatten() + 1
     ends = [0, *breaks.tolist(), len(pages)]
-    return tuple(PageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
+    return tuple(HostPageRun(place, int(pages[place]), end - place) for place, end in pairwise(ends))
 
 
 class HostPages:

@@ -27,7 +27,7 @@ from sglang_ext.layers.kernels.lynx.scales import ChunkScales
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
-from sglang_ext.mem_cache.host_tier.host_pool import HostPool, PageRun, runs
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool, HostPageRun, runs
 
 # Value of "whole" in the sizes of residuals.
 WHOLE = 0
@@ -207,7 +207,7 @@ class TransferPiece:
 
     buffers: range
     tokens: slice
-    runs: tuple[PageRun, ...]
+    runs: tuple[HostPageRun, ...]
 
     def part(self, half: torch.Tensor) -> torch.Tensor:
         """The part of a buffer, [rows, words], that the piece uses: [buffers, tokens, words]."""
@@ -222,7 +222,7 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, buffer_pages: int)
     spans = []
     for first in range(0, len(pages), span):
         part = pages[first : first + span]
-        of_tokens = tuple(PageRun(r.place * page_size, r.first * page_size, r.count * page_size) for r in runs(part))
+        of_tokens = tuple(HostPageRun(r.place * page_size, r.first * page_size, r.count * page_size) for r in runs(part))
         spans.append((slice(first * page_size, (first + len(part)) * page_size), of_tokens))
     for first in range(0, buffers, group):
         for tokens, of_tokens in spans:
@@ -350,7 +350,7 @@ class FrameCopies:
     def _read(self, slots: torch.Tensor, blocks: torch.Tensor | None, half: torch.Tensor) -> None:
         self.residuals.read(*self._frames_and_sizes(half, len(slots) // self.pool.page_size), slots, blocks)
 
-    def _to_host(self, moved: tuple[PageRun, ...], half: torch.Tensor) -> None:
+    def _to_host(self, moved: tuple[HostPageRun, ...], half: torch.Tensor) -> None:
         frames, sizes = self._frames_and_sizes(half, self.buffer_pages)
         for run in moved:
             there, here = slice(run.first, run.first + run.count), slice(run.place, run.place + run.count)

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
 
-class RecomputeSource(Protocol):
-    """The rest of a request's full KV, which another server sends."""
-
-    def prefill_again(self, req: "Req") -> None:
-        """Let the other server recompute a request that has freed its slots."""
+# Lets another server recompute a request that has freed its slots.
+RemotePrefill = Callable[["Req"], None]
 
 
 class EarlyRequests(Protocol):
@@ -35,8 +32,8 @@ class EarlyRequests(Protocol):
     def is_lost(self, row: int) -> bool:
         """Whether the rest will not arrive."""
 
-    def recompute_source(self, row: int) -> RecomputeSource | None:
-        """The source of the rest of a request's KV. None if all of it has arrived."""
+    def remote_prefill(self, row: int) -> RemotePrefill | None:
+        """Recomputes a request whose KV has not arrived completely. None if all of it has arrived."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,8 @@ class FreedFullKV(ABC):
         """Whether a request lacks full KV and its replacement, so that it must be recomputed."""
         return False
 
-    def recompute_source(self, row: int) -> RecomputeSource | None:
-        """The source that recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
+    def remote_prefill(self, row: int) -> RemotePrefill | None:
+        """Recomputes a request without full KV. None if it has all full KV, or is recomputed here."""
         return None
 
     def max_node_end(self, tokens: int) -> int:
@@ -168,7 +165,7 @@ def lost_requests(batch) -> list[int]:
 def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, list]:
     """Hook around ``ScheduleBatch.retract_decode``: retracts requests whose full KV is lost, then as SGLang does if that is not enough."""
     providers = [each for each in (batch.tree_cache.early, batch.tree_cache.freed_full_kv) if each is not None]
-    sent = {req.rid: each.recompute_source(req.req_pool_idx) for req in batch.reqs for each in providers}
+    remote = {req.rid: each.remote_prefill(req.req_pool_idx) for req in batch.reqs for each in providers}
     lost, aborted = lost_requests(batch), []
     retracted = [batch.reqs[i] for i in lost]
     if lost:
@@ -182,9 +179,9 @@ def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, l
     else:
         more, ratio, aborted = original(batch, server_args)
         retracted += more
-    again = [req for req in retracted if sent.get(req.rid) is not None]
+    again = [req for req in retracted if remote.get(req.rid) is not None]
     for req in again:
         # SGLang saved its KV on the CPU to resume with it.
         del req.kv_cache_cpu
-        sent[req.rid].prefill_again(req)
+        remote[req.rid](req)
     return [req for req in retracted if req not in again], ratio, aborted

@@ -18,7 +18,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RecomputeSource, SlotDemand
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, RemotePrefill, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.residency import Holders
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
@@ -41,10 +41,10 @@ class QuantizedOnlyKV(FreedFullKV):
         packing: Layout of blocks in slots.
         method_of: Returns the method that compresses a request. None if it stays on full KV.
         recomputes: Whether this process can recompute all retracted requests. If not, another server recomputes those with a
-            :meth:`set_recompute_source`, and the others keep their full KV.
+            :meth:`set_remote_prefill`, and the others keep their full KV.
         holders: Running requests whose compressed KV holds all tokens that it covers.
         restored_tokens: Tokens restored so far.
-        computed: Prompts with compressed KV that do not decode yet (quantized_prompts.py), by row: last node, and tokens covered.
+        computed: Prompts with compressed KV that do not decode yet (quantized_prefill_kv.py), by row: last node, and tokens covered.
     """
 
     packing: Packing
@@ -55,7 +55,7 @@ class QuantizedOnlyKV(FreedFullKV):
     computed: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Decoding requests at the start of the last round.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    _recompute_sources: dict[int, RecomputeSource] = field(default_factory=dict)
+    _remote_prefills: dict[int, RemotePrefill] = field(default_factory=dict)
     # Full KV to restore before the next forward: slots of packed blocks, the first of their tokens, and slots to write.
     _pending: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
 
@@ -95,12 +95,12 @@ class QuantizedOnlyKV(FreedFullKV):
         """Register a request whose compressed KV another server packs. Its first ``tokens`` tokens have no full KV here."""
         self._own[row] = range(0, tokens)
 
-    def set_recompute_source(self, row: int, source: RecomputeSource) -> None:
-        """Set the server that recomputes the request in ``row``. Its full KV may then be freed."""
-        self._recompute_sources[row] = source
+    def set_remote_prefill(self, row: int, prefill_again: RemotePrefill) -> None:
+        """Let another server recompute the request in ``row``. Its full KV may then be freed."""
+        self._remote_prefills[row] = prefill_again
 
-    def recompute_source(self, row: int) -> RecomputeSource | None:
-        return self._recompute_sources.get(row) if row in self._own else None
+    def remote_prefill(self, row: int) -> RemotePrefill | None:
+        return self._remote_prefills.get(row) if row in self._own else None
 
     def _share_blocks(self, row: int, node: TieredNode, covered: int) -> None:
         """Let the tree own the blocks of a request's compressed KV that cover its prompt, and split nodes at the ends of segments."""
@@ -137,13 +137,13 @@ class QuantizedOnlyKV(FreedFullKV):
     def forget(self, row: int) -> None:
         super().forget(row)
         self.holders.forget(row)
-        for kept in (self.computed, self._decoding, self._recompute_sources):
+        for kept in (self.computed, self._decoding, self._remote_prefills):
             kept.pop(row, None)
 
     def clear(self) -> None:
         super().clear()
         self.holders.clear()
-        for kept in (self.computed, self._decoding, self._recompute_sources, self._pending):
+        for kept in (self.computed, self._decoding, self._remote_prefills, self._pending):
             kept.clear()
 
     @property
@@ -182,7 +182,7 @@ class QuantizedOnlyKV(FreedFullKV):
 
     def can_lack_full_kv(self, row: int) -> bool:
         compressed = self.compressed_kv.get(row)
-        return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._recompute_sources)
+        return compressed is not None and compressed.has_all_tokens and (self.recomputes or row in self._remote_prefills)
 
     def max_node_end(self, tokens: int) -> int:
         """Tokens, of a context's first ``tokens``, before the last position where segments can be split. ``tokens`` if there is none."""

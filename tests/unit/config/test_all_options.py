@@ -20,7 +20,6 @@ from sglang_ext.core import OptionError
 ASKED: dict[str, dict[str, object]] = {
     "--radix-cache-backend": {"radix_cache_backend": "flexkv"},
     "--kv-cache-dtype": {"kv_cache_dtype": "fp8_e4m3"},
-    "--page-size": {"page_size": 0},
     "--kv-canary": {"kv_canary": "raise"},
     "--dp-size": {"dp_size": 2},
     "--pp-size": {"pp_size": 2},
@@ -36,7 +35,6 @@ ASKED: dict[str, dict[str, object]] = {
     "--tokenizer-worker-num": {"tokenizer_worker_num": 2},
     "--detokenizer-worker-num": {"detokenizer_worker_num": 2},
     "--rl-on-policy-target": {"rl_on_policy_target": "fsdp"},
-    "--hicache-storage-backend": {"hicache_storage_backend": "file"},
 }
 KV_MODE = FLAGS[0]
 VARIABLES = {refused.option for refused in REFUSALS if not refused.option.startswith("--")}
@@ -68,12 +66,12 @@ def test_each_argument_of_sglang_is_refused_by_name_or_served() -> None:
 def test_what_is_not_served_is_refused_with_reason_and_remedy(refused: Refusal) -> None:
     with pytest.raises(OptionError) as raised:
         KV_MODE.check_conflicts(arguments(**asking(refused)))
-    assert str(raised.value).endswith(f"cannot be combined with {refused.option}: {refused.why}; {refused.remedy}.")
+    assert str(raised.value).endswith(f"cannot be combined with {refused.option}: {refused.why}; {refused.remedy}, or use --kv-mode full.")
 
 
 @pytest.mark.parametrize("name", sorted(VARIABLES))
 def test_an_environment_variable_that_is_not_served_is_refused(name: str) -> None:
-    with getattr(envs, name).override(True), pytest.raises(OptionError, match=f"{name}: .*; unset that variable"):
+    with getattr(envs, name).override(True), pytest.raises(OptionError, match=f"{name}: .*; unset that variable, or use --kv-mode full."):
         KV_MODE.check_conflicts(arguments())
 
 
@@ -98,6 +96,19 @@ def test_full_mode_refuses_host_memory_with_what_it_does_not_serve(refused: Refu
             flag_checks.check_flags(arguments(kv_mode="full", kv_host_gb=1.0, **given))
     told = f"--kv-host-gb 1 cannot be combined with {refused.option}: {refused.why}; {refused.remedy}, or leave --kv-host-gb out."
     assert str(raised.value) == told
+
+
+def test_full_mode_refuses_host_memory_with_parts_of_what_it_does_not_serve() -> None:
+    flag_checks.check_flags(arguments(kv_mode="full", hicache_ratio=3.0))
+    with pytest.raises(OptionError, match="hicache-ratio .*part of --enable-hierarchical-cache.*; leave it out, or leave --kv-host-gb out"):
+        flag_checks.check_flags(arguments(kv_mode="full", kv_host_gb=1.0, hicache_ratio=3.0))
+
+
+def test_a_page_without_tokens_is_refused() -> None:
+    flag_checks.check_flags(arguments(kv_mode="full", page_size=0))
+    for given in ({"kv_mode": "verified"}, {"kv_mode": "full", "kv_host_gb": 1.0}):
+        with pytest.raises(OptionError, match="--page-size is 0; pass a whole number from 1"):
+            flag_checks.check_flags(arguments(page_size=0, **given))
 
 
 def test_full_mode_with_host_memory_and_a_store_has_all_flags_in_effect(caplog: pytest.LogCaptureFixture) -> None:

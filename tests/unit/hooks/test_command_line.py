@@ -104,7 +104,7 @@ def test_a_command_that_is_refused_leaves_no_traceback(
     assert code == 2, lines
     assert "Traceback" not in "".join(lines)
     told = [text for text in lines if text.startswith("sglang-ext: error: ")]
-    assert len(told) == 1 and "--enable-lmcache: its tree would be unused" in told[0] and "use --kv-host-gb" in told[0]
+    assert len(told) == 1 and "--enable-lmcache: it replaces our prefix tree" in told[0] and "--kv-host-gb" in told[0]
 
 
 def test_a_port_that_is_taken_ends_the_command_before_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
 from sglang_ext.hooks.rounds import count_plain_steps, process_output_tokens, needs_grammar_sync
-from sglang_ext.layers.forward import KVDraftInput
-from sglang_ext.managers.spec_decode.round_result import RoundResult
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, RoundResult
 
 
 def request(name, grammar=None):

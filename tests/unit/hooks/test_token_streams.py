@@ -162,7 +162,7 @@ def test_an_answer_that_is_not_streamed_is_sent_once():
 
 
 def test_a_token_that_is_decoded_again_is_streamed_once():
-    # A request that is prefilled again lacks its newest token meanwhile (hooks/transfer.py:RecomputeQueue).
+    # A request that is prefilled again lacks its newest token meanwhile (hooks/transfer.py:prefill_again).
     sender, req = Sender(), make_request("r", max_new_tokens=9)
     append(req, [0, 1], ends=False)
     ours(sender.streamer, [req], True)
@@ -246,7 +246,7 @@ def test_of_a_request_that_waits_to_be_prefilled_again_nothing_is_sent_twice(str
 
     req.output_ids.extend(range(tokens))
     accept()
-    # As hooks/transfer.py:RecomputeQueue, between the launch of a round and its end.
+    # As hooks/transfer.py:prefill_again, between the launch of a round and its end.
     newest = req.output_ids.pop()
     req.pd_rebootstrap_in_progress = True
     accept()

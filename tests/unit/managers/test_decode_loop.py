@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from round_helpers import ToyCompressedKV, request
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from test_round import Views, request
 
 from sglang_ext.core import FALLBACK_REASONS, SLOWER, AcceptanceTracker, RequestState, TPRanks
-from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.kv_offload.offloaded_full_kv import OffloadedFullKV
-from sglang_ext.managers.kv_offload.policy import OffloadDecision
+from sglang_ext.managers.kv_offload.offload_policy import OffloadDecision
 from sglang_ext.managers.kv_offload.verification_scheduler import VerificationScheduler
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.metrics import KVMetrics
@@ -26,6 +25,7 @@ from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
 from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 from sglang_ext.platforms.plain_cpu import run_without_pinning
 from sglang_ext_bench.timelines import read_timeline
 
@@ -200,7 +200,7 @@ def asked(missing=10**6):
 
 def make(count, away=(), rounds=1, full=(), bandwidth=1e12, stays=False, drafts=DRAFTS, longest=LONGEST):
     """``away`` is None where all full KV is on the device for good."""
-    compressed_kv = Views(full=full)
+    compressed_kv = ToyCompressedKV(full=full)
     residency = None if away is None else FakeResidency(away, rounds, bandwidth, stays)
     toy = Toy(count, residency, compressed_kv, drafts, longest)
     states = [RequestState(rid=str(row), row=row, seed=0) for row in range(1, count + 1)]

@@ -5,7 +5,7 @@ from cost_helpers import machines
 from hypothesis import assume, given, settings, strategies as st
 
 from sglang_ext.managers.kv_offload.throughput_model import CostError, draft_seconds, verify_seconds
-from sglang_ext.managers.kv_offload.policy import VerifyTiming, fit_costs
+from sglang_ext.managers.kv_offload.offload_policy import VerifyTiming, fit_costs
 
 MACHINES = machines(weights=st.floats(1, 20), token_seconds=st.floats(1e-5, 0.001))
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.kv_offload.policy import FIRST_DRAFTS, OffloadDecision, OffloadPolicy
+from sglang_ext.managers.kv_offload.offload_policy import FIRST_DRAFTS, OffloadDecision, OffloadPolicy
 from sglang_ext.managers.spec_decode.cost_model import RoundTimes
 
 TOKEN, CONTEXT, BANDWIDTH, WEIGHTS = 147456, 32768, 4.35e12, 16.4e9

@@ -5,121 +5,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from round_helpers import ROWS, ToyCompressedKV, batch, loop, plan, request, states
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, AcceptanceTracker, RequestState, TPRanks
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
-from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop
-from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer, SelectionInterval
-from sglang_ext.managers.spec_decode.cost_model import RoundCosts
-from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
-from sglang_ext.managers.spec_decode.round_report import RoundReport
-from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
-from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.sampling import SampledTokens
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
+from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
+from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
+from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.mem_cache.compressed.policy import is_compression_near
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
-ROWS = 8
 WITHOUT_GRAMMARS = SimpleNamespace(unprocessed_tokens=UnprocessedTokens())
 
 
-class Views:
-    """Copies of a quarter; none for requests in ``full``."""
-
-    recent, share, each_round, async_selector, row_sender = 0, 0.25, False, None, None
-
-    def method(self, row):
-        anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
-        compressor = SimpleNamespace(window=32, **anew)
-        return SimpleNamespace(recent=self.recent, min_context=MIN_CONTEXT + self.recent, unit=1, compressor=compressor)
-
-    def is_refused(self, row):
-        return False
-
-    def is_usable_without_refresh(self, row):
-        return False
-
-    def has_queries(self, row):
-        return row not in self.lacking
-
-    def __init__(self, full=(), lacking=()):
-        self.full, self.lacking, self.tails, self.copies, self.headrooms = full, lacking, [], {}, []
-        self.token_table = torch.arange(2 * ROWS * 600, dtype=torch.int32).view(2 * ROWS, 600)
-
-    def get(self, row):
-        return self.copies.get(row)
-
-    def compress(self, row, tokens, headroom, prefix=None):
-        self.headrooms.append(headroom)
-        if row in self.full:
-            return False
-        self.copies[row] = CompressedKV(torch.arange(tokens // 4), tokens)
-        return True
-
-    def release_compressed_kv(self, row):
-        self.copies.pop(row, None)
-
-    def write_tail(self, row, end):
-        self.tails.append((row, end))
-
-    def mark_tail_written(self, row, end):
-        self.tails.append((row, end))
-
-    def max_covered(self, row, tokens):
-        return tokens
-
-    def draft_row(self, row):
-        return row + ROWS
-
-
-def request(missing=40, prompt=0, **more):
-    """One whose output lacks ``missing`` tokens once it has one more than ``prompt``, of which the KV of the last is not known."""
-    without = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
-    params = SimpleNamespace(max_new_tokens=missing, **without)
-    state = {"grammar": None, "return_logprob": False, "custom_logit_processor": None, "return_hidden_states": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
-    return SimpleNamespace(sampling_params=params, output_ids=[], origin_input_ids=range(prompt + 1), finished=lambda: False, **state)
-
-
-def loop(compressed_kv=None):
-    compressed_kv = compressed_kv or Views()
-    compressed_kv.rows = ROWS
-    worker = SimpleNamespace(
-        compressed_kv=compressed_kv, lossy=False, features=(), ranks=TPRanks(),
-        requests=SimpleNamespace(count_verify=RequestState.count_verify, overall_acceptance=AcceptanceTracker(), unprocessed_tokens=UnprocessedTokens()),
-        model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
-        queries=SimpleNamespace(drop_rejected=lambda row, length: None),
-    )
-    lengths = FixedDraftLength(4)
-    round_timer, report = RoundTimer(lengths, torch.device("cpu")), RoundReport(lengths, RoundCosts(), KVMetrics("model"), worker.requests, SelectionInterval((1,)))
-    steps = StepRunner(worker)
-    setup = RoundSetup(RoundPlanner(6, 6), compressed_kv, FullKVProvider())
-    return DecodeLoop(worker, round_timer, steps, Verifier(worker, steps, None, None), setup, report)
-
-
-def plan(asked, found, wanted, compressed_kv=None, lossy=False):
-    setup = RoundSetup(RoundPlanner(8, 8, lossy), compressed_kv or Views(), FullKVProvider())
-    return setup.plan(asked, found, asked.seq_lens.tolist(), wanted)
-
-
-def batch(lengths, reqs=None):
-    reqs = reqs or [request() for _ in lengths]
-    for req, length in zip(reqs, lengths):
-        req.origin_input_ids = range(length + 1)
-    return SimpleNamespace(
-        reqs=reqs, seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), return_logprob=False,
-        req_pool_indices=torch.arange(1, len(lengths) + 1), spec_info=SimpleNamespace(bonus_tokens=torch.full((len(lengths),), 9)),
-    )
-
-
-def states(count, **fallback):
-    return [RequestState(rid=str(i), row=i, seed=0, fallback=fallback.get(f"r{i}", 0)) for i in range(1, count + 1)]
-
-
 def test_who_has_a_copy_drafts_on_it_and_who_has_none_answers_meanwhile():
-    compressed_kv = Views(full=(2,))
+    compressed_kv = ToyCompressedKV(full=(2,))
     planned = plan(batch([200, 300, 40]), states(3), 4, compressed_kv)
     assert (planned.num_draft_steps, planned.num_plain_steps, planned.width) == (4, 0, 5)
     assert planned.rows == [1 + ROWS, 2, 3]
@@ -131,20 +35,20 @@ def test_who_has_a_copy_drafts_on_it_and_who_has_none_answers_meanwhile():
 
 @pytest.mark.parametrize(("wanted", "tokens"), [(4, 5), (20, 9)])
 def test_a_copy_leaves_the_slots_of_two_rounds_of_all_requests(wanted, tokens):
-    compressed_kv = Views()
+    compressed_kv = ToyCompressedKV()
     plan(batch([200, 300, 40]), states(3), wanted, compressed_kv)
     assert compressed_kv.headrooms == [2 * tokens * 3] * 2
 
 
 def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     """Its verification leaves the queries; steps that are captured would not."""
-    alone = plan(batch([200, 40]), states(2), 4, Views(lacking=(1,)))
+    alone = plan(batch([200, 40]), states(2), 4, ToyCompressedKV(lacking=(1,)))
     assert (alone.num_draft_steps, alone.rows, alone.on_full_kv) == (4, [1, 2], True)
     assert (alone.fallbacks, alone.verify_batches, alone.full_kv_reqs) == ([NO_QUERIES, SHORT_CONTEXT], [[0]], [1])
-    beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
+    beside = plan(batch([200, 300]), states(2), 4, ToyCompressedKV(lacking=(1,)))
     assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
-    assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
-    setup = RoundSetup(RoundPlanner(8, 8), Views(lacking=(1,)), FullKVProvider(), can_get_queries=lambda row: False)
+    assert plan(batch([200, 40]), states(2), 4, ToyCompressedKV(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
+    setup = RoundSetup(RoundPlanner(8, 8), ToyCompressedKV(lacking=(1,)), FullKVProvider(), can_get_queries=lambda row: False)
     assert setup.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
@@ -154,7 +58,7 @@ def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), costs=costs)
     for lacking in ((1,), (2,), ()):
         found = states(2)
-        planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found)[0], Views(lacking=lacking))
+        planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found)[0], ToyCompressedKV(lacking=lacking))
         round_timer.on_planned(planned)
         round_timer.on_drafted()
         round_timer.on_launched()
@@ -164,7 +68,7 @@ def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
 
 
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
-    compressed_kv = Views(full=(2,))
+    compressed_kv = ToyCompressedKV(full=(2,))
     found, asked = loop(compressed_kv), batch([200, 300])
     planned = plan(asked, states(2), 4, compressed_kv)
     slots = found.steps.slots(asked, planned.width, asked.seq_lens)
@@ -212,7 +116,8 @@ def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
 
 
 def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
-    setup, asked = RoundSetup(RoundPlanner(8, 8, separates_full_kv=True), Views(full=(2,)), FullKVProvider()), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
+    setup = RoundSetup(RoundPlanner(8, 8, separates_full_kv=True), ToyCompressedKV(full=(2,)), FullKVProvider())
+    asked = batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
     planned = setup.plan(asked, states(4), [200, 300, 40, 300], 4)
     assert planned.rows[0] == 1 + ROWS and (planned.full_kv_reqs, planned.verify_reqs) == ([], [0, 1, 2, 3]), "all are verified"
     beside = setup.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], 4)
@@ -243,7 +148,7 @@ def test_what_draft_lengths_say_does_nothing_in_lossy(wanted):
 
 
 def test_a_lossy_round_ends_where_a_copy_is_renewed():
-    compressed_kv = Views()
+    compressed_kv = ToyCompressedKV()
     compressed_kv.copies[1] = CompressedKV(torch.arange(50), 200)
     assert plan(batch([711]), states(1), 8, compressed_kv, lossy=True).num_steps == 2
     assert plan(batch([713]), states(1), 8, compressed_kv, lossy=True).num_steps == 4 and compressed_kv.copies[1].covered == 713
@@ -257,7 +162,7 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
     found = states(len(requests))
     if fallback:
         found[0].fallback = FALLBACK_REASONS.index(fallback)
-    compressed_kv = Views(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
+    compressed_kv = ToyCompressedKV(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
     asked = batch([length for length, _, _ in requests], [request(missing) for _, missing, _ in requests])
     planned = plan(asked, found, wanted, compressed_kv)
     assert not any(planned.reads_compressed(i) for i in planned.full_kv_reqs)
@@ -267,7 +172,7 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
 
 
 def test_all_requests_get_their_first_copies_in_the_first_round_that_drafts():
-    compressed_kv, count = Views(), 7
+    compressed_kv, count = ToyCompressedKV(), 7
     planned = plan(batch([200] * count), states(count), 0, compressed_kv)
     assert not compressed_kv.copies and planned.fallbacks == [SLOWER] * count
     planned = plan(batch([200] * count), states(count), 2, compressed_kv)
@@ -286,7 +191,8 @@ def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_i
 def a_round(steps, drafts=True, verify_batches=((0,),), **more):
     """Of one request, which drafts or answers."""
     given = {"fallbacks": [0 if drafts else SLOWER], "full_kv_reqs": [] if drafts else [0], "remaining": [40], **more}
-    return RoundPlan(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], verify_batches=[list(p) for p in verify_batches] if drafts else [], **given)
+    batches = [list(part) for part in verify_batches] if drafts else []
+    return RoundPlan(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], verify_batches=batches, **given)
 
 
 def run(round_, tokens, answers=(), order=None):
@@ -348,7 +254,7 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
 
 
 def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
-    compressed_kv, state = Views(), RequestState(rid="r", row=1, seed=0)
+    compressed_kv, state = ToyCompressedKV(), RequestState(rid="r", row=1, seed=0)
     assert is_compression_near(compressed_kv, state, 400), "there is none yet"
     compressed_kv.compress(1, 400, 0)
     assert [is_compression_near(compressed_kv, state, end) for end in (401, 879, 880)] == [False, False, True]
@@ -357,9 +263,11 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
 
 
 def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_chosen():
-    compressed_kv, every = Views(), {1: 0, 2: 1, 3: 1}
+    compressed_kv, every = ToyCompressedKV(), {1: 0, 2: 1, 3: 1}
     anew = {"each_round": True, "follows_queries": True, "window": 1}
-    compressed_kv.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, min_context=MIN_CONTEXT, recent=0)
+    compressed_kv.method = lambda row: SimpleNamespace(
+        compressor=SimpleNamespace(every=every[row], **anew), unit=1, min_context=MIN_CONTEXT, recent=0
+    )
     found = [RequestState(rid=f"r{row}", row=row, seed=0) for row in (1, 2, 3)]
     for state in found[:2]:
         compressed_kv.compress(state.row, 400, 0)
@@ -370,7 +278,7 @@ def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_
 
 
 def without_copies():
-    """Views of requests that may get a first copy soon."""
+    """ToyCompressedKV of requests that may get a first copy soon."""
     method = SimpleNamespace(compressor=SimpleNamespace(window=32), unit=1, min_context=MIN_CONTEXT, recent=0)
     return SimpleNamespace(method=lambda row: method, get=lambda row: None, is_refused=lambda row: False)
 
@@ -450,7 +358,7 @@ class Anchors(FullKVProvider):
 
 
 def plan_early(asked, found, wanted, full_kv, longest=8):
-    return RoundSetup(RoundPlanner(longest, 8), Views(), full_kv).plan(asked, found, asked.seq_lens.tolist(), wanted)
+    return RoundSetup(RoundPlanner(longest, 8), ToyCompressedKV(), full_kv).plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():

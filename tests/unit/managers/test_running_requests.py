@@ -7,9 +7,8 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.layers.forward import KVDraftInput
 from sglang_ext.managers.spec_decode.decode_loop import decode_unfinished
-from sglang_ext.managers.spec_decode.round_result import RoundResult
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, RoundResult
 
 VOCABULARY = 5
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.host_tier.host_pool import HostPages, PageRun, runs
+from sglang_ext.mem_cache.host_tier.host_pool import HostPages, HostPageRun, runs
 from sglang_ext.mem_cache.host_tier.page_copies import pieces
 
 COUNT = 24
@@ -75,7 +75,7 @@ def test_a_page_of_a_new_owner_holds_nothing():
 
 
 def test_runs_are_as_long_as_they_get():
-    assert runs(torch.tensor([4, 5, 6, 2, 1, 9, 10])) == (PageRun(0, 4, 3), PageRun(3, 2, 1), PageRun(4, 1, 1), PageRun(5, 9, 2))
+    assert runs(torch.tensor([4, 5, 6, 2, 1, 9, 10])) == (HostPageRun(0, 4, 3), HostPageRun(3, 2, 1), HostPageRun(4, 1, 1), HostPageRun(5, 9, 2))
     assert runs(torch.tensor([], dtype=torch.int64)) == ()
 
 

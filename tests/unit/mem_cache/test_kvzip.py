@@ -18,7 +18,7 @@ from sglang_ext.mem_cache.compressors.kvzip import (
     ScoreIndex,
     ScoredDocument,
     StoredScores,
-    page_hashes,
+    document_hashes,
     write_scores,
 )
 from sglang_ext.mem_cache.compressors.attention_scores import SinkRecent
@@ -51,7 +51,7 @@ def context(prompt, tokens):
 @given(st.lists(st.integers(0, 2**31), max_size=80), st.integers(0, 79), st.integers(1, 9))
 def test_a_changed_token_changes_the_hashes_of_its_page_and_of_all_after_it(tokens, place, change):
     changed = [token + change * (i == place) for i, token in enumerate(tokens)]
-    same = [a == b for a, b in zip(page_hashes(tokens), page_hashes(changed))]
+    same = [a == b for a, b in zip(document_hashes(tokens), document_hashes(changed))]
     assert same == [place >= len(tokens) or page < place // 16 for page in range(len(tokens) // 16)]
 
 

@@ -19,15 +19,15 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 def exported() -> dict[str, set[str]]:
     """The labels of each metric ``sglang_ext:*``, by the name that Prometheus has, without that prefix."""
     sources = [pkgutil.resolve_name(name) for name in feature.FEATURES]
-    gauges, counters = dict(metrics.GAUGES), dict(metrics.COUNTERS)
+    gauges, counters = metrics.GAUGES | transfer_metrics.LINK_GAUGES, dict(metrics.COUNTERS)
+    for of_role in transfer_metrics.LINK_COUNTERS.values():
+        counters.update(of_role)
     for source in sources:
         gauges.update(source.gauges)
         counters.update(source.counters)
     found = {name: set(label) for name, (_, *label) in gauges.items()}
     # The known values of a counter's label follow it.
     found |= {f"{name}_total": set(rest[:1]) for name, (_, *rest) in counters.items()}
-    found |= {name: set() for name in (*transfer_metrics.GAUGES, f"{transfer_metrics.RECONNECTS}_total")}
-    found |= {f"{name}_total": {label} for role in transfer_metrics.COUNTERS.values() for name, (_, label, _) in role.items()}
     return found | {"accept_length_bucket": {"le"}, "accept_length_sum": set(), "accept_length_count": set()}
 
 

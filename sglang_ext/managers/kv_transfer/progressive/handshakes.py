@@ -55,7 +55,7 @@ class RoomMetadata(Message, tag="metadata"):
     coded: tuple[Tokens, Tokens] = (0, 0)
 
 
-class Abort(Message, tag="abort"):
+class RoomAbort(Message, tag="abort"):
     """The decode side has ended the attempt ``link_room``. Its metadata may not have been sent."""
 
     room: Room
@@ -63,7 +63,7 @@ class Abort(Message, tag="abort"):
     link_room: Room = 0
 
 
-class Failed(Message, tag="failed"):
+class RoomFailure(Message, tag="failed"):
     """The prefill side ends the attempt ``link_room``: it stops sending the room, or never started."""
 
     room: Room
@@ -80,7 +80,7 @@ def retry_room(room: int, rid: str) -> int:
     return int.from_bytes(digest) % (1 << 63) or 1
 
 
-Control = RoomMetadata | Abort | Failed
+Control = RoomMetadata | RoomAbort | RoomFailure
 decode_control: Callable[[bytes], Control] = make_decoder(
     Control, "control message", CONTROL_VERSION, MAX_CONTROL_BYTES, "; use backend progressive on both sides"
 )
@@ -112,7 +112,7 @@ class Handshakes:
         self._senders: list[WaitingSender] = []
         # Rooms of senders that ended before they were matched with an attempt, and the reasons.
         self._ended: list[tuple[int, str]] = []
-        self._attempts: list[RoomMetadata | Abort] = []
+        self._attempts: list[RoomMetadata | RoomAbort] = []
         # By link_room: senders that were matched with an attempt, and attempts whose sender has left.
         self._matched: dict[int, WaitingSender] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
@@ -128,7 +128,7 @@ class Handshakes:
                 self._senders.append(sender)
                 return
             # Prefer an attempt that has not ended, then one with the same number of tokens.
-            attempt = min(attempts, key=lambda each: (isinstance(each, Abort), getattr(each, "tokens", None) != sender.tokens))
+            attempt = min(attempts, key=lambda each: (isinstance(each, RoomAbort), getattr(each, "tokens", None) != sender.tokens))
             self._attempts.remove(attempt)
             if isinstance(attempt, RoomMetadata):
                 self._matched[attempt.link_room] = sender
@@ -150,7 +150,7 @@ class Handshakes:
                 if len(self._over) > MAX_WAITING:
                     self._over.popitem(last=False)
 
-    def take(self, message: RoomMetadata | Abort) -> None:
+    def take(self, message: RoomMetadata | RoomAbort) -> None:
         """Handle a message of the decode side."""
         with self._lock:
             call = self._take_metadata(message) if isinstance(message, RoomMetadata) else self._take_abort(message)
@@ -166,7 +166,7 @@ class Handshakes:
         reason = self._pop_ended(metadata.room)
         return self._keep(metadata) if reason is None else partial(self._refuse, metadata, reason)
 
-    def _take_abort(self, abort: Abort) -> Callable[[], None] | None:
+    def _take_abort(self, abort: RoomAbort) -> Callable[[], None] | None:
         sender = self._matched.get(abort.link_room)
         if sender is None and abort.link_room not in self._over:
             for place, each in enumerate(self._attempts):
@@ -179,7 +179,7 @@ class Handshakes:
                 return self._keep(abort)
         return None if sender is None else partial(sender.fail, f"the decode side ended it: {abort.reason}")
 
-    def _keep(self, attempt: RoomMetadata | Abort) -> Callable[[], None] | None:
+    def _keep(self, attempt: RoomMetadata | RoomAbort) -> Callable[[], None] | None:
         """Keep an attempt until its sender joins. The oldest one may be refused for that."""
         self._attempts.append(attempt)
         dropped = self._attempts.pop(0) if len(self._attempts) > MAX_WAITING else None

@@ -31,10 +31,11 @@ from sglang_ext.managers.kv_transfer.link_server import LinkServer
 from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
 from sglang_ext.managers.kv_transfer.progressive.compatibility import compile_kernels, make_codec
 from sglang_ext.managers.kv_transfer.progressive.decode_peers import MAX_TOTAL_BYTES, DecodePeers
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Failed, Handshakes, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Control, Handshakes, RoomFailure, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.pool_buffers import AuxRecords
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics, TransferEventKind, TransferTimeline
+from sglang_ext.managers.kv_transfer.transfer_metrics import TransferEventKind, TransferTimeline, link_metrics
 from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, WireError, encode
+from sglang_ext.managers.metrics import MetricSet
 from sglang_ext.mem_cache.host_tier.host_memory import AvailableMemory
 
 logger = logging.getLogger(__name__)
@@ -137,14 +138,14 @@ class ProgressiveManager(CommonKVManager):
             self.has_keys = keys is not None
             recorded = server_args.kv_bench_timeline is not None and self.attn_tp_rank == 0
             self.timeline = TransferTimeline(server_args.kv_bench_timeline) if recorded else None
-            self._start(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
+            self._start(keys, server_args.kv_link_gbps, link_metrics(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = PollThrottle()
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
-    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
+    def _start(self, keys: LinkKeys | None, gbps: float | None, metrics: MetricSet) -> None:
         # Done at start, not with the first page, because pinning and compiling take long.
         blocks = self.pool.blocks
         limits = LinkLimits().with_part_bytes(self.codec.most_bytes(Stream.ANCHOR))
@@ -171,7 +172,7 @@ class ProgressiveManager(CommonKVManager):
 
     def refuse(self, metadata: RoomMetadata, reason: str) -> None:
         """Tell a decode rank that a room will not be sent."""
-        self.send_message(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048], metadata.link_room))
+        self.send_message(NetworkAddress(metadata.host, metadata.port), RoomFailure(metadata.room, reason[:2048], metadata.link_room))
 
     def send_message(self, address: NetworkAddress, message: Control) -> bool:
         """Send a message to another manager without waiting. Return False if too many messages are queued already."""
@@ -273,7 +274,7 @@ class ProgressiveManager(CommonKVManager):
                 logger.exception("a control message could not be handled")
 
     def _hear(self, message: Control) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, RoomFailure):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
                 self.conclude(message.link_room, f"the prefill side ended it: {message.reason}")
         elif self.disaggregation_mode == DisaggregationMode.PREFILL:

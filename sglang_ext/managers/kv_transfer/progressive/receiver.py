@@ -12,11 +12,11 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.kv_transfer import wire
-from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, Abort, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import CONTROL_VERSION, RoomAbort, RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries, RoomWriter
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError
 
 if TYPE_CHECKING:
@@ -244,4 +244,4 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Tell the prefill ranks that this side ends the room. Overrides SGLang's method."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "aborted")
         for address in self._prefill_ranks():
-            self.kv_mgr.send_message(address, Abort(self.room, reason[:2048], self.bootstrap_room))
+            self.kv_mgr.send_message(address, RoomAbort(self.room, reason[:2048], self.bootstrap_room))

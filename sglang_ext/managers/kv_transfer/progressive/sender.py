@@ -16,7 +16,7 @@ from sglang_ext.managers.kv_transfer.progressive.handshakes import RoomMetadata
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage, page_hashes
 from sglang_ext.managers.kv_transfer.progressive.rooms import QueryReader, RoomEncoder
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptCodec
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptCodec
 from sglang_ext.managers.kv_transfer.wire import LinkError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing

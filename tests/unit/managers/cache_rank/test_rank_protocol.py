@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rank_helpers import attach
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.protocol import ProtocolError
+from sglang_ext.managers.kv_transfer.wire import WireError, encode
 
 TO_RANK = (
     attach(),
@@ -28,16 +28,16 @@ FROM_RANK = (
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_rank_is_told_arrives(message):
-    assert protocol.decode_to_rank(protocol.encode(message)) == message
-    with pytest.raises(ProtocolError):
-        protocol.decode_from_rank(protocol.encode(message))
+    assert protocol.decode_to_rank(encode(message)) == message
+    with pytest.raises(WireError):
+        protocol.decode_from_rank(encode(message))
 
 
 @pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_rank_says_arrives(message):
-    assert protocol.decode_from_rank(protocol.encode(message)) == message
-    with pytest.raises(ProtocolError):
-        protocol.decode_to_rank(protocol.encode(message))
+    assert protocol.decode_from_rank(encode(message)) == message
+    with pytest.raises(WireError):
+        protocol.decode_to_rank(encode(message))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_what_a_rank_says_arrives(message):
     ids=str,
 )
 def test_numbers_beyond_their_bounds_are_no_message(message):
-    with pytest.raises(ProtocolError):
-        protocol.decode_to_rank(protocol.encode(message))
+    with pytest.raises(WireError):
+        protocol.decode_to_rank(encode(message))
 
 
 def test_a_message_longer_than_any_is_refused_before_it_is_read():
-    with pytest.raises(ProtocolError, match=f"{protocol.MAX_MESSAGE_BYTES + 1} bytes; the maximum is {protocol.MAX_MESSAGE_BYTES}"):
+    with pytest.raises(WireError, match=f"{protocol.MAX_MESSAGE_BYTES + 1} bytes; at most {protocol.MAX_MESSAGE_BYTES} are read"):
         protocol.decode_to_rank(bytes(protocol.MAX_MESSAGE_BYTES + 1))
 
 
@@ -70,16 +70,16 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data):
     for decode in (protocol.decode_to_rank, protocol.decode_from_rank):
         try:
             decode(data)
-        except ProtocolError:
+        except WireError:
             continue
 
 
 @given(st.sampled_from(TO_RANK), st.integers(0, 200), st.integers(1, 255))
 def test_a_changed_byte_is_another_message_or_a_protocol_error(message, place, flip):
-    data = bytearray(protocol.encode(message))
+    data = bytearray(encode(message))
     data[place % len(data)] ^= flip
     try:
         found = protocol.decode_to_rank(bytes(data))
-    except ProtocolError:
+    except WireError:
         return
     assert isinstance(found, protocol.ToRank)

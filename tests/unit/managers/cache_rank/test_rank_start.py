@@ -20,6 +20,7 @@ from sglang_ext.managers.cache_rank import rank_link as links
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.rank_link import RankLink
 from sglang_ext.managers.cache_rank.selection_server import SelectionServer
+from sglang_ext.managers.kv_transfer.wire import WireError
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,7 @@ def test_it_beats_while_it_attaches(monkeypatch):
     time.sleep(2 * selection_server.BEAT_SECONDS)
     assert socket.messages[-1] is attached, "nobody else beats any more"
     socket.tell(msgspec.structs.replace(told, version=0))
-    with pytest.raises(protocol.ProtocolError, match="version and epoch"):
+    with pytest.raises(WireError, match="version and epoch"):
         serve(made)
     assert isinstance(socket.messages[-1], protocol.AttachRefused)
 

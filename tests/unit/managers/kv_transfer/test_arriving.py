@@ -41,7 +41,7 @@ def test_a_request_is_early_until_its_drafts_are_verified():
     full_kv.on_round_start([], {}, None)
     assert full_kv.is_early(3) and full_kv.has_arrived(3) and not full_kv.is_lost(3)
     full_kv.end_early_decoding(3)
-    assert not full_kv.is_early(3) and full_kv.recompute_source(3) is None
+    assert not full_kv.is_early(3) and full_kv.remote_prefill(3) is None
 
 
 @pytest.mark.parametrize("end", ["forget", "end_early_decoding"])

@@ -14,8 +14,8 @@ from waiting import tries, until
 from sglang_ext.managers.kv_transfer import link_server
 from sglang_ext.managers.kv_transfer.limits import LinkLimits, NetworkInterface
 from sglang_ext.managers.kv_transfer.link_server import LinkServer
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, LinkError, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 
 def fill(link, room, pages, size, streams=tuple(Stream), seed=0):
@@ -237,14 +237,14 @@ def test_what_waits_for_a_sink_is_bounded_and_comes_in_order(ends):
     until(lambda: link.outstanding_bytes == 0)
 
 
-class BrokenMetrics(LinkMetrics):
+class BrokenMetrics(MetricSet):
     """Cannot count the first room that ends."""
 
     ended = 0
 
-    def add(self, name, count):
-        self.ended += name == "kv_link_rooms" and count < 0
-        if self.ended == 1 and count < 0:
+    def count(self, name, amount, *label):
+        self.ended += name == "kv_link_rooms" and amount < 0
+        if self.ended == 1 and amount < 0:
             raise OSError("no such thing")
 
 

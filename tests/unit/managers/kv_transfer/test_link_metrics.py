@@ -12,7 +12,7 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
-from sglang_ext.managers.kv_transfer.transfer_metrics import COUNTERS, GAUGES, RECONNECTS, LinkMetrics
+from sglang_ext.managers.kv_transfer.transfer_metrics import LINK_COUNTERS, LINK_GAUGES, link_metrics
 from sglang_ext.managers.kv_transfer.wire import Stream
 
 ROOT = Path(__file__).parents[4]
@@ -25,7 +25,7 @@ class Told:
 
     def __init__(self, role):
         self.registry = CollectorRegistry()
-        self.metrics = LinkMetrics.create(ARGS, role, self.registry)
+        self.metrics = link_metrics(ARGS, role, self.registry)
 
     def of(self, name, **labels):
         return self.registry.get_sample_value(f"sglang_ext:{name}", {"model_name": "m", **labels})
@@ -57,16 +57,16 @@ def test_all_series_begin_at_zero_and_each_role_has_its_own(sending, receiving):
 
 def test_without_enable_metrics_nothing_is_defined_and_counting_does_nothing():
     registry = CollectorRegistry()
-    metrics = LinkMetrics.create(SimpleNamespace(**vars(ARGS) | {"enable_metrics": False}), "prefill", registry)
+    metrics = link_metrics(SimpleNamespace(**vars(ARGS) | {"enable_metrics": False}), "prefill", registry)
     metrics.count("kv_link_sent_bytes", 1, "anchor")
-    metrics.add("kv_link_rooms", 1)
+    metrics.count("kv_link_rooms", 1)
     assert not list(registry.collect())
 
 
 def test_each_metric_stands_in_the_manual():
     page = (ROOT / "docs/metrics.md").read_text()
-    counters = [f"{name}_total" for role in COUNTERS.values() for name in role]
-    assert not [name for name in (*GAUGES, f"{RECONNECTS}_total", *counters) if f"`{name}" not in page]
+    counters = [f"{name}_total" for role in LINK_COUNTERS.values() for name in role]
+    assert not [name for name in (*LINK_GAUGES, *counters) if f"`{name}" not in page]
 
 
 def test_bytes_go_by_stream_and_rooms_are_there_while_they_are_open(ends, sending, receiving):

@@ -14,7 +14,7 @@ from tiered_helpers import TokenTable, World, release
 from sglang_ext.hooks import transfer as hooks
 from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPromptAllocator
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod

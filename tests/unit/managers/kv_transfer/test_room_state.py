@@ -13,8 +13,8 @@ from waiting import until
 
 from sglang_ext.managers.kv_transfer.connection import ProtocolViolation, SenderConnection
 from sglang_ext.managers.kv_transfer.incoming_rooms import ExpectedRoom, IncomingRoom, IncomingRooms
-from sglang_ext.managers.kv_transfer.transfer_metrics import LinkMetrics
 from sglang_ext.managers.kv_transfer.wire import Frame, LayerRange, LinkError, Stream
+from sglang_ext.managers.metrics import MetricSet
 
 
 def room(of=None, sink=None, **others):
@@ -117,7 +117,7 @@ def test_an_abort_waits_for_the_call_under_way_of_a_room_that_fails_meanwhile():
             assert go_on.wait(10)
             super().write(of, payload)
 
-    rooms, sink, (writing, go_on) = IncomingRooms("here", 4, lambda *_: None, LinkMetrics()), Slow(), (threading.Event(), threading.Event())
+    rooms, sink, (writing, go_on) = IncomingRooms("here", 4, lambda *_: None, MetricSet()), Slow(), (threading.Event(), threading.Event())
     rooms.register(7, expected(shape(1)), sink)
     state = rooms.open(7, b"link")
     aborted = threading.Event()
@@ -132,7 +132,7 @@ def test_an_abort_waits_for_the_call_under_way_of_a_room_that_fails_meanwhile():
     for thread in threads:
         thread.join(10)
     assert aborted.is_set() and len(sink.parts) == 1
-    assert held_entries(rooms) == held_entries(IncomingRooms("here", 4, lambda *_: None, LinkMetrics()))
+    assert held_entries(rooms) == held_entries(IncomingRooms("here", 4, lambda *_: None, MetricSet()))
 
 
 def test_a_sink_may_abort_its_own_room():

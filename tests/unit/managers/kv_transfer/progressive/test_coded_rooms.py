@@ -19,7 +19,7 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive import handshakes
 from sglang_ext.managers.kv_transfer.progressive.page_codec import PlacedPage
 from sglang_ext.managers.kv_transfer.progressive.sender import MAX_PACKED_BYTES
-from sglang_ext.managers.kv_transfer.quantized_prompts import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
+from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPrompt, QuantizedPromptCodec, QuantizedPromptSlots
 from sglang_ext.managers.kv_transfer.wire import LinkError, Stream, settings_mismatch
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -9,7 +9,7 @@ from link_helpers import SETTINGS
 
 from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.progressive import compatibility, handshakes
-from sglang_ext.managers.kv_transfer.progressive.handshakes import Abort, Failed, Handshakes, RoomMetadata
+from sglang_ext.managers.kv_transfer.progressive.handshakes import Handshakes, RoomAbort, RoomFailure, RoomMetadata
 from sglang_ext.managers.kv_transfer.wire import WireError
 
 SIZES = (64, 12)
@@ -44,7 +44,7 @@ def rooms(refused):
     return Handshakes(lambda message, reason: refused.append((message.room, reason)))
 
 
-@pytest.mark.parametrize("message", [metadata(), Abort(7, "a", 5), Failed(1 << 62, "b")], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", [metadata(), RoomAbort(7, "a", 5), RoomFailure(1 << 62, "b")], ids=lambda message: type(message).__name__)
 def test_a_message_is_read_as_it_was_written(message):
     assert handshakes.decode_control(wire.encode(message)) == message
 
@@ -72,15 +72,15 @@ def test_metadata_and_sender_meet_in_either_order(rooms, refused):
 def test_an_abort_ends_a_sender_now_or_as_soon_as_it_comes(rooms):
     first, second, third, fourth = (Sender(room) for room in (1, 2, 3, 4))
     rooms.join(first)
-    rooms.take(Abort(1, "gone", 11))
+    rooms.take(RoomAbort(1, "gone", 11))
     rooms.take(metadata(2))
-    rooms.take(Abort(2, "gone", 2))
+    rooms.take(RoomAbort(2, "gone", 2))
     rooms.join(second)
-    rooms.take(Abort(3, "gone", 13))
+    rooms.take(RoomAbort(3, "gone", 13))
     rooms.join(third)
     rooms.take(metadata(4))
     rooms.join(fourth)
-    rooms.take(Abort(4, "gone", 4))
+    rooms.take(RoomAbort(4, "gone", 4))
     assert first.heard == second.heard == third.heard == ["the decode side ended it: gone"]
     assert fourth.heard == [metadata(4), "the decode side ended it: gone"]
 
@@ -92,9 +92,9 @@ def test_late_messages_of_an_attempt_do_not_reach_the_next_at_its_room(rooms, re
     rooms.join(second)
     rooms.take(metadata(1, attempt=12))
     rooms.leave(first, "done")
-    rooms.take(Abort(1, "late", 11))
+    rooms.take(RoomAbort(1, "late", 11))
     assert first.heard == [metadata(1, attempt=11)] and second.heard == [metadata(1, attempt=12)] and not refused
-    rooms.take(Abort(1, "now", 12))
+    rooms.take(RoomAbort(1, "now", 12))
     assert second.heard[1:] == ["the decode side ended it: now"] and len(first.heard) == 1
 
 

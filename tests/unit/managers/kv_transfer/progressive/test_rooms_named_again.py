@@ -4,8 +4,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
-from test_rooms_between_servers import begun_early, pages_of, send, settled, transfer
-from transfer_helpers import rows
+from transfer_helpers import begun_early, pages_of, rows, send, settled, transfer
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.progressive.manager import ProgressiveManager

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base.conn import KVPoll
-from test_rooms_between_servers import transfer
-from transfer_helpers import ROW, settled
+from transfer_helpers import ROW, settled, transfer
 from waiting import until
 
 from sglang_ext.managers.kv_transfer.progressive.rooms import PromptQueries

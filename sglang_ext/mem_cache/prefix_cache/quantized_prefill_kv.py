@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class QuantizedPrompts(QuantizedOnlyKV):
+class QuantizedPrefillKV(QuantizedOnlyKV):
     """Quantized-only KV of one scheduler process whose prompts attend to quantized KV, at most ``chunk`` tokens per forward, if set."""
 
     chunk: int | None = None

@@ -30,7 +30,7 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
-from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RecomputeSource
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import RemotePrefill
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
@@ -251,7 +251,7 @@ class QuantizedPromptAllocator:
             packing, self.compressed_kv.buffers, compressed.sinks, compressed.covered, own[: compressed.sinks], blocks, tail.long()
         )
 
-    def enable_recompute(self, req: "Req", sent: RecomputeSource) -> None:
-        """Allow to free the full KV of a request with a row: ``sent`` lets the prefill server compute it again."""
+    def enable_recompute(self, req: "Req", prefill_again: RemotePrefill) -> None:
+        """Allow to free the full KV of a request with a row: the prefill server can compute it again."""
         if is_token_only(req):
-            self.freed_full_kv.set_recompute_source(req.req_pool_idx, sent)
+            self.freed_full_kv.set_remote_prefill(req.req_pool_idx, prefill_again)
