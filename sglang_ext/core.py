@@ -18,6 +18,8 @@ DEFAULT_BUDGET = 0.25
 # Names under which the flags select this plugin in SGLang's registries.
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
+# Prefix of link settings about prompts that are transferred quantized.
+CODES_PREFIX = "codes."
 # Shortest context, in tokens, that is compressed by default. Below it, compressed KV saves too little to pay for drafting.
 MIN_CONTEXT = 128
 # Steps of a round without drafts, such as any round in lossy mode. More steps spare the scheduler work, but let requests finish later.

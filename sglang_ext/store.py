@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -38,7 +38,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
 )
 from sglang_ext.mem_cache.prefix_store.file_backend import DEFAULT_MAX_BYTES, FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
-from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
+from sglang_ext.mem_cache.prefix_store.object_header import ObjectError, check_object
 from sglang_ext.tools import CommandError, exit_code
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     copy.add_argument("to", metavar="TO", help="URL of the other store")
     text = "keep pages of many servers in memory, for --kv-store tcp://ADDRESS:PORT"
     serve = commands.add_parser("serve", help=text, description=text)
-    serve.add_argument("--listen", required=True, metavar="tcp://ADDRESS:PORT", help="address of one interface; port 0 takes a free one")
+    serve.add_argument("--listen", dest="url", required=True, metavar="tcp://ADDRESS:PORT", help="address of one interface; port 0 takes a free one")
     text = "GB of 10^9 bytes of memory for pages; those used least recently are dropped"
     serve.add_argument("--memory-gb", type=float, required=True, metavar="GB", help=text)
     serve.add_argument("--disk", type=Path, metavar="FOLDER", help="folder that gets all pages, so that they survive a restart")
@@ -86,11 +86,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     args, console, codes = parser().parse_args(arguments), console or Console(), []
 
     def work() -> None:
-        with ExitStack() as args.opened:
-            try:
-                codes.append(COMMANDS[args.command](args, console))
-            except StoreError as error:
-                raise CommandError(f"{args.url}: {error}") from error
+        with ExitStack() as args.opened, _errors_of(args.url):
+            codes.append(COMMANDS[args.command](args, console))
 
     return exit_code("store", work, console) or codes[0]
 
@@ -98,8 +95,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 def serve_pages(args: argparse.Namespace, console: Console) -> int:
     """Serve pages until SIGTERM or Ctrl-C. Returns 1 if an internal error ended the store."""
     # Links also take sockets in folders, but no URL of a store names one.
-    if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", args.listen):
-        raise CommandError(f"--listen {args.listen!r}: pass tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7100")
+    if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", args.url):
+        raise CommandError(f"--listen {args.url!r}: pass tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7100")
     memory = psutil.virtual_memory().total
     if not 0 < args.memory_gb * GB <= memory:
         raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
@@ -119,7 +116,7 @@ def serve_pages(args: argparse.Namespace, console: Console) -> int:
     cache = ObjectCache(int(args.memory_gb * GB), disk)
     try:
         keys = None if args.keys is None else LinkKeys.read(args.keys)
-        server = StoreServer(args.listen, cache, keys, args.gbps)
+        server = StoreServer(args.url, cache, keys, args.gbps)
     except LinkError as error:
         cache.close()
         raise CommandError(str(error)) from error
@@ -133,6 +130,15 @@ def serve_pages(args: argparse.Namespace, console: Console) -> int:
     server.close()
     logger.info("prefix store %s has ended: %s", server.endpoint, server.report())
     return 0 if is_running else 1
+
+
+@contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    """Turn errors of a store into errors of the command, which name its URL."""
+    try:
+        yield
+    except StoreError as error:
+        raise CommandError(f"{url}: {error}") from error
 
 
 def _open(url: str, args: argparse.Namespace) -> StoreBackend:
@@ -212,21 +218,26 @@ def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
 
 def copy_pages(args: argparse.Namespace, console: Console) -> int:
     """Copy all undamaged pages that the other store lacks."""
-    source, target = _open_existing(args), _open(args.to, args)
+    source = _open_existing(args)
+    with _errors_of(args.to):
+        target = _open(args.to, args)
     copied = size = damaged = 0
     for page, content in _contents(source):
         if isinstance(content, ObjectError):
             damaged += 1
-        elif target.put(page.name, [memoryview(content)]):
-            copied += 1
-            size += page.size
+            continue
+        with _errors_of(args.to):
+            is_new = target.put(page.name, [memoryview(content)])
+        copied += is_new
+        size += is_new * page.size
     console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged or deleted while copying")
     return 0
 
 
 def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | ObjectError]]:
     """All pages with their bytes, or with the error of those that are damaged."""
-    for page in backend.objects():
+    # Listed first: a store process closes a connection that asks for nothing for minutes.
+    for page in list(backend.objects()):
         content = bytearray(min(page.size, MAX_OBJECT_BYTES))
         try:
             if not all(backend.read([ReadRange(page.name, 0, memoryview(content))])):

@@ -11,10 +11,9 @@ from importlib.util import find_spec
 from sglang_ext.config.method_options import drop_methods, offered_methods
 from sglang_ext.config.options import BACKEND, RAW, has_progressive_transfer
 from sglang_ext.config.rules import KVServerArgs, Refusal, at_most_one, refuse_if_set
+from sglang_ext.core import CODES_PREFIX
 from sglang_ext.mem_cache.compressors import catalogue
 
-# Prefix of link settings about prompts that are transferred quantized.
-CODES = "codes."
 REFERENCES = ("exact", "int8", RAW)
 
 
@@ -50,7 +49,7 @@ TRANSFER_REFUSALS: tuple[Refusal, ...] = (
 
 
 def quantized_transfer_settings(args: KVServerArgs) -> dict[str, bool | int | str]:
-    """Return the settings that both servers must share to transfer prompts as quantized KV. Names begin with :data:`CODES`.
+    """Return the settings that both servers must share to transfer prompts as quantized KV. Names begin with ``CODES_PREFIX``.
 
     {} if prompts are transferred as full KV. Prompts are transferred quantized in mode lossy with a method that packs all tokens: nothing
     there reads the full KV that compressed KV replaces.
@@ -64,7 +63,7 @@ def quantized_transfer_settings(args: KVServerArgs) -> dict[str, bool | int | st
     bits, partition = catalogue.code_bits(packs, args.kv_bits), catalogue.partition_size(packs, args.kv_partition)
     block = catalogue.quantizer(packs, bits, partition).block
     said = {"method": packs, "bits": bits, "partition": partition or 0, "block": block, "prefill": args.kv_prefill}
-    return {CODES + name: value for name, value in said.items()}
+    return {CODES_PREFIX + name: value for name, value in said.items()}
 
 
 MOONCAKE_TCP = "mooncake_tcp"

@@ -41,7 +41,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError, open_backend
-from sglang_ext.mem_cache.prefix_store.objects import ObjectError, ObjectFormat, StoredPage, encode_object, read_page
+from sglang_ext.mem_cache.prefix_store.object_header import ObjectError
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -58,6 +58,7 @@ class Request:
     req_pool_idx: int
     output_ids: array = field(default_factory=lambda: array("q"))
     extra_key: str | None = None
+    positional_embed_overrides: object = None
     cache_protected_len: int = 0
     last_node: object = None
     prefix_indices: torch.Tensor | None = None
@@ -99,8 +100,9 @@ class World:
     def pages(self):
         return self.tier.pool.pages
 
-    def match(self, tokens):
-        return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+    def match(self, tokens, req=None):
+        key = RadixKey(array("q", tokens), None if req is None else req.extra_key)
+        return self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
 
     def node(self, tokens):
         """The node that a path of ``tokens``, all in the tree, ends in."""
@@ -120,14 +122,15 @@ class World:
         evict_from_tree_cache(self.cache, pages)
         return self.allocator.alloc(pages)
 
-    def start(self, tokens, load=True):
-        """Prefill a request; ``load``: with what the host has. None when the pool is full."""
-        match = self.match(tokens[: len(tokens) - 1])
+    def start(self, tokens, load=True, **fields):
+        """Prefill a request with ``fields``; ``load``: with what the host has. None when the pool is full."""
+        req = Request(array("q", tokens), self.table.free.pop(), **fields)
+        match = self.match(tokens[: len(tokens) - 1], req)
         self.cache.inc_lock_ref(match.last_device_node)
         prefix, last = self.bring(match) if load else (match.device_indices, match.last_device_node)
         self.cache.inc_lock_ref(last)
         self.cache.dec_lock_ref(match.last_device_node)
-        req = Request(array("q", tokens), self.table.free.pop(), cache_protected_len=len(prefix), last_node=last)
+        req.cache_protected_len, req.last_node = len(prefix), last
         self.table.req_to_token[req.req_pool_idx, : len(prefix)] = prefix.int()
         req.length = req.kv.kv_allocated_len = len(prefix)
         self.running.append(req)

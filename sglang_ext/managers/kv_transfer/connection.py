@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -20,7 +21,9 @@ from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.limits import LinkLimits
 from sglang_ext.managers.kv_transfer.wire import FRAME_OVERHEAD, MAX_ACKS, Frame, PageHeader, Stream
-from sglang_ext.managers.metrics import MetricSet
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +174,7 @@ class Reachability:
 
     endpoint: str
     limits: LinkLimits
-    metrics: MetricSet
+    metrics: "MetricSet"
     connected: bool = False
     _was_connected: bool = False
     _problem: str = "it does not answer"

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from sglang_ext.config.disaggregation_options import CODES
+from sglang_ext.core import CODES_PREFIX
 
 VERSION = 2
 # Maximum bytes of a frame's payload, and of a part.
@@ -352,7 +352,7 @@ def _differing_options(ours: dict[str, OptionValue], theirs: dict[str, OptionVal
 def options_mismatch(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
     """Return which options differ, and the remedy."""
     names = _differing_options(ours, theirs)
-    coded = all(name.startswith(CODES) for name in names)
+    coded = all(name.startswith(CODES_PREFIX) for name in names)
     return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 
 

@@ -6,7 +6,7 @@ them as any other node on the host. While pages arrive, other requests run.
 *Drafting early.* If a drafter is given, the anchors of all pages are read first. The request drafts on them until the pages are restored.
 
 A store page has :attr:`StoredPrefixes.unit` tokens: one host page or several. All ranks call the methods in the same order. What changes
-their trees is agreed: the pages found, the pages restored, and the writes that have ended.
+their trees is agreed: whether the store may be used, the pages found, the pages restored, and the writes that have ended.
 """
 
 import time
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -96,23 +97,23 @@ class Fetch:
         begin: Tokens that the tree had.
         pages: The store pages, from the one that holds token ``begin`` on.
         found: How many of them the store has.
+        req: The request.
         since: When the lookup began, and then when reading began, in seconds. Between both the request may wait for other requests, or
             on a prefill server for a decode server.
         host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
         run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
-        req: The request, if it may draft while it waits. None otherwise.
     """
 
     tokens: Sequence[int]
     begin: int
     pages: list[StoredPage]
     found: "Future[int]"
+    req: "Req"
     since: float = field(default_factory=lambda: time.monotonic())
     host_pages: torch.Tensor | None = None
     run: PageRun | None = None
     asked: float = 0.0
-    req: "Req | None" = None
 
     def wait_if_idle(self) -> None:
         """Wait if the scheduler asks again at once."""
@@ -158,6 +159,7 @@ class StoredPrefixes:
 
     Attributes:
         unit: Tokens of a store page.
+        storage_backend: The store's backend.
         hits, misses: Requested store pages that were, and were not, read into the tree.
         skipped_slow: Requests that were computed because the store was predicted to be slower.
         dropped: Store pages that were not written, because too many waited.
@@ -168,7 +170,7 @@ class StoredPrefixes:
     ) -> None:
         self.drafter = drafter
         self.host, self.store, self.form, self.unit, self._ranks = host, store, form, form.page_size, ranks
-        self._page_size = host.nodes.page_size
+        self._page_size, self.storage_backend = host.nodes.page_size, store.backend
         self.hits = self.misses = self.skipped_slow = self.dropped = 0
         self.compute = ComputeRate()
         self._fetches: dict[str, Fetch] = {}
@@ -183,9 +185,9 @@ class StoredPrefixes:
 
     def write(self, last: TieredNode) -> None:
         """Back up the path to ``last`` to the host, and write its pages to the store."""
-        self._release_written()
+        _, can_write = self._synchronize()
         nodes = path(last)
-        if not nodes or nodes[0].key.extra_key is not None or not self.store.can_write:
+        if not nodes or nodes[0].key.extra_key is not None or not can_write:
             return
         covered: list[TieredNode] = []
         for node in nodes:
@@ -217,19 +219,18 @@ class StoredPrefixes:
         done = self.store.write(page, lambda _: self._tensors(host_pages), lambda: all(each.done for each in stores))
         self._writes.append((page, done, host_pages))
 
-    def _release_written(self) -> None:
-        """Release host pages whose writes have ended on all ranks."""
-        ended = 0
-        for _, done, _ in self._writes:
-            if not done.done():
-                break
-            ended += 1
-        for _ in range(min(self._ranks.gather(ended))):
-            page, done, host_pages = self._writes.popleft()
+    def _synchronize(self) -> tuple[bool, bool]:
+        """Release host pages whose writes have ended on all ranks. Returns whether the store of each rank may be read, and be written."""
+        done = [done.result() for _, done, _ in takewhile(lambda write: write[1].done(), self._writes)]
+        states = self._ranks.gather((done, self.store.can_read, self.store.can_write))
+        # A page is in the store if all ranks have written it.
+        for written in zip(*(done for done, _, _ in states)):
+            page, _, host_pages = self._writes.popleft()
             self.host.tier.pool.pages.release(host_pages)
             self._held_pages -= len(host_pages)
-            if not done.result():
+            if not all(written):
                 self._known.pop(page.page_hash, None)
+        return all(can_read for _, can_read, _ in states), all(can_write for *_, can_write in states)
 
     def _remember(self, page_hash: bytes) -> None:
         self._known[page_hash] = None
@@ -251,19 +252,23 @@ class StoredPrefixes:
         fetch = self._fetches.get(rid)
         return None if fetch is None else fetch.run
 
-    def start(self, rid: str, node: TieredNode, new_tokens: Sequence[int], req: "Req | None" = None) -> None:
-        """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``. With ``req`` it may draft."""
-        self._release_written()
+    def start(self, req: "Req", node: TieredNode, new_tokens: Sequence[int]) -> None:
+        """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``.
+
+        Requests with an adapter, a salt or replaced embeddings ask for none: token ids do not name their KV.
+        """
+        can_read, _ = self._synchronize()
         before, begin = path(node), node.end
         end = (begin + len(new_tokens)) // self.unit * self.unit
-        has_key = bool(before) and before[0].key.extra_key is not None
-        if rid in self._fetches or has_key or end <= begin or not self.store.can_read:
+        # Of the request, because a match without tokens has no key.
+        is_named = req.extra_key is None and req.positional_embed_overrides is None
+        if req.rid in self._fetches or not is_named or end <= begin or not can_read:
             return
         tokens = [*_tokens(before), *new_tokens][:end]
         first = begin // self.unit * self.unit
         hashes = self._hashes(tokens)[first // self.unit :]
         pages = [StoredPage(self.form, page_hash, start) for page_hash, start in zip(hashes, range(first, end, self.unit))]
-        self._fetches[rid] = Fetch(tokens, begin, pages, self.store.count_run([page.name for page in pages]), req=req)
+        self._fetches[req.rid] = Fetch(tokens, begin, pages, self.store.count_run([page.name for page in pages]), req)
 
     def is_done(self, rid: str) -> bool:
         """Whether a request waits for no pages any more. Those that arrived are in the tree then."""
@@ -301,7 +306,7 @@ class StoredPrefixes:
 
     def _draft(self, fetch: Fetch, has_anchors: bool) -> bool:
         """Run one forward on anchors, if they are there. Returns whether something was done."""
-        if self.drafter is None or fetch.req is None:
+        if self.drafter is None:
             return False
         if not has_anchors:
             return self.drafter.step(fetch.req.rid)
@@ -348,7 +353,7 @@ class StoredPrefixes:
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
             finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
-            drafts = self.drafter is not None and fetch.req is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
+            drafts = self.drafter is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
             fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish, anchors=finish if drafts else None)
         return True
 

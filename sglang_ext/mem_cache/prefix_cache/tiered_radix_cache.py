@@ -208,8 +208,7 @@ class TieredRadixCache(RadixCache):
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
             last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
-            if self.stored is not None:
-                self.stored.write(last)
+            self._write_to_store(req, last)
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
@@ -247,7 +246,17 @@ class TieredRadixCache(RadixCache):
         req.last_node = last
         if self.stored is not None:
             self.stored.compute.end(req.rid, len(key) - own)
+        self._write_to_store(req, last)
+
+    def _write_to_store(self, req, last: TieredNode) -> None:
+        """Write the pages up to ``last`` to the prefix store, unless embeddings replace tokens: then token ids do not name the KV."""
+        if self.stored is not None and req.positional_embed_overrides is None:
             self.stored.write(last)
+
+    @property
+    def cache_controller(self) -> "StoredPrefixes | None":
+        """The prefix store. SGLang reads the class of its ``storage_backend``, for ``cached_tokens_details`` and a label of a metric."""
+        return self.stored
 
     def is_backuped(self, node: TieredNode) -> bool:
         """True: a request may ask the prefix store for the pages after any node, wherever its KV is."""
@@ -265,9 +274,9 @@ class TieredRadixCache(RadixCache):
         prefix_keys: list[str] | None = None,
     ) -> None:
         """Ask the prefix store for the pages of a waiting request that follow ``last_host_node``."""
-        if self.stored is not None:
-            is_known = self._matched is not None and self._matched.rid == req_id
-            self.stored.start(req_id, last_host_node, new_input_tokens, self._matched if is_known else None)
+        # SGLang matches a request before it asks for its pages.
+        if self.stored is not None and self._matched is not None and self._matched.rid == req_id:
+            self.stored.start(self._matched, last_host_node, new_input_tokens)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """Whether the request waits for no pages of the prefix store. Those that arrived are in the tree then."""

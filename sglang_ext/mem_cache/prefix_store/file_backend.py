@@ -120,7 +120,7 @@ class FileBackend:
             if self._has_link(path):
                 raise StoreError(f"writing {name} to {self.folder}: a folder on its path is a link; delete the link")
             self._make_room(size)
-            self._new.mkdir(parents=True, exist_ok=True)
+            self._create_new()
             self._write(temporary, parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             os.rename(temporary, path)
@@ -270,7 +270,7 @@ class FileBackend:
     @contextmanager
     def _only_server(self) -> Iterator[None]:
         """Hold the lock of the folder, which is created if it does not exist."""
-        self._new.mkdir(parents=True, exist_ok=True)
+        self._create_new()
         # Opened each time, because a folder that was removed and created again has another lock.
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -278,6 +278,12 @@ class FileBackend:
             yield
         finally:
             os.close(lock)
+
+    def _create_new(self) -> None:
+        """Create the folder of unfinished objects. Raises OSError if it is a link: old files behind it would be deleted."""
+        self._new.mkdir(parents=True, exist_ok=True)
+        if self._new.is_symlink():
+            raise OSError(errno.ELOOP, f"{self._new} is a link; delete the link")
 
     def _files(self) -> Iterator[tuple[Path, StoredObject]]:
         """All objects with their paths. Other files are left alone."""

@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
     StoreStatistics,
 )
 from sglang_ext.mem_cache.prefix_store.file_backend import TOUCH_SECONDS, FileBackend
-from sglang_ext.mem_cache.prefix_store.objects import ObjectError, check_object
+from sglang_ext.mem_cache.prefix_store.object_header import ObjectError, check_object
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class CacheCounters:
     Attributes:
         stored: Objects that were put.
         dropped: Objects that made room in memory.
-        written, lost: Objects that were written to the disk, and that were not: dropped or deleted before, or the disk failed.
+        written, lost: Objects that were written to the disk, and that were not: dropped before, or the disk failed.
         loaded: Objects that were read from the disk into memory.
         damaged: Objects that were refused, or deleted from the disk, because a checksum differs.
     """
@@ -53,14 +53,19 @@ class CacheCounters:
 
 @dataclass
 class CachedObject:
-    """An object in memory, and when it was used, in seconds since 1970.
+    """An object in memory.
 
-    ``recorded_at`` is when the disk last got the object, or learned that it is used.
+    Attributes:
+        content: Its bytes.
+        used_at: When it was used, in seconds since 1970.
+        recorded_at: When the disk last got it, or learned that it is used.
+        awaits_disk: Whether it waits for its first write to the disk.
     """
 
     content: memoryview
     used_at: float
     recorded_at: float
+    awaits_disk: bool
 
 
 class ObjectCache:
@@ -87,6 +92,8 @@ class ObjectCache:
         self._disk_failed = False
         # Held while an object is written to the disk or deleted: a write that is under way would bring back what is deleted.
         self._disk_lock = threading.Lock()
+        # Requests to delete so far. A load during which it changes may have read what was deleted.
+        self._deletions = 0
         self._writer = threading.Thread(target=self._write_objects, name="store-disk", daemon=True)
         if disk is not None:
             self._writer.start()
@@ -114,7 +121,7 @@ class ObjectCache:
 
     def load(self, name: str) -> memoryview | None:
         """An object in memory or on the disk. None if neither has it. An object that does not fit into memory is not found."""
-        content, disk = self.get(name), self.disk
+        content, disk, deletions = self.get(name), self.disk, self._deletions
         if content is not None or disk is None:
             return content
         size = disk.size(name)
@@ -133,7 +140,7 @@ class ObjectCache:
         if not is_read:
             return None
         try:
-            self._keep(name, memory)
+            self._keep(name, memory, deletions=deletions)
         except ObjectError as error:
             self._count_damaged(f"{error}; it is deleted from {disk.folder}")
             disk.delete([name])
@@ -154,6 +161,7 @@ class ObjectCache:
                 _, dropped = self._objects.popitem(last=False)
                 self.size -= dropped.content.nbytes
                 self.counters.dropped += 1
+                self.counters.lost += dropped.awaits_disk
             self._reserved += size
         return memoryview(np.empty(size, np.uint8))
 
@@ -169,7 +177,7 @@ class ObjectCache:
             StoreError: A checksum of the object differs.
         """
         try:
-            is_new = self._keep(name, memory)
+            is_new = self._keep(name, memory, awaits_disk=self.disk is not None)
         except ObjectError as error:
             self._count_damaged(f"refused: {error}")
             raise StoreError(f"refused: {error}") from error
@@ -179,8 +187,12 @@ class ObjectCache:
                 self._unwritten.put(name)
         return is_new
 
-    def _keep(self, name: str, memory: memoryview) -> bool:
-        """Check an object, add it, and end its reservation. Returns False if it is there. Raises :class:`ObjectError` if it is damaged."""
+    def _keep(self, name: str, memory: memoryview, awaits_disk: bool = False, deletions: int | None = None) -> bool:
+        """Check an object, add it, and end its reservation. Returns False if it is there, or if objects were deleted after ``deletions``.
+
+        Raises:
+            ObjectError: It is damaged.
+        """
         try:
             self._check(name, memory)
         except ObjectError:
@@ -188,10 +200,10 @@ class ObjectCache:
             raise
         with self._lock:
             self._reserved -= memory.nbytes
-            if name in self._objects:
+            if name in self._objects or deletions not in (None, self._deletions):
                 return False
             now = time.time()
-            self._objects[name] = CachedObject(memory, now, now)
+            self._objects[name] = CachedObject(memory, now, now, awaits_disk)
             self.size += memory.nbytes
         return True
 
@@ -209,13 +221,15 @@ class ObjectCache:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects from memory and from the disk."""
         with self._disk_lock:
+            # The disk first: a load that begins later finds nothing there.
+            if self.disk is not None:
+                self.disk.delete(names)
             with self._lock:
+                self._deletions += 1
                 for name in names:
                     found = self._objects.pop(name, None)
                     if found is not None:
                         self.size -= found.content.nbytes
-            if self.disk is not None:
-                self.disk.delete(names)
 
     def objects(self) -> Iterator[StoredObject]:
         """All objects, each once."""
@@ -247,10 +261,11 @@ class ObjectCache:
                 self._write_object(name)
 
     def _write_object(self, name: str) -> None:
-        found = self._objects.get(name)
-        if found is None:
-            self.counters.lost += 1
-            return
+        with self._lock:
+            found = self._objects.get(name)
+            if found is None:
+                return  # dropped, which is counted, or deleted
+            found.awaits_disk = False
         try:
             self.counters.written += self.disk.put(name, [found.content])
             self._disk_failed = False

@@ -21,7 +21,6 @@ Example::
 """
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -33,26 +32,25 @@ import xxhash
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import ALIGNMENT, PageLayout, PageTensors
+from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
 from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
 from sglang_ext.layers.kernels.lynx.scales import as_bytes
 from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
+from sglang_ext.mem_cache.prefix_store.object_header import (
+    CHECKSUM_BYTES,
+    FIELDS,
+    MAGIC,
+    VERSION,
+    ObjectError,
+    aligned,
+    header_bytes,
+    unpack_header,
+)
 
 FORMS = ("anchored", "raw")
 """Values of ``--kv-store-form``."""
-MAGIC, VERSION = b"sglextKV", 2
 BITS, SINKS = 4, 4
 """Bits of an anchor's codes, and first tokens of a prompt that anchors hold exactly."""
-MAX_TENSORS = 1 << 12
-"""Most tensors of a page that a check without its format accepts."""
-HASH_BYTES, CHECKSUM_BYTES = 32, 16
-FIELDS = struct.Struct(f"<8sIIQQQ{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s{CHECKSUM_BYTES}s")
-"""Magic, version, tensors, start, bytes of anchors and of residuals, digest of settings, page's hash, and checksums of anchors, residuals and
-restored bits. After the fields: uint32 sizes of each tensor's anchor, then of each residual, zeros, and the checksum of all before it."""
-
-
-class ObjectError(ValueError):
-    """An object that does not restore its page: missing, damaged, or not the expected one. Callers compute the page instead."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +125,13 @@ class ObjectFormat:
     @cached_property
     def header_bytes(self) -> int:
         """Size of a header."""
-        return _header_bytes(self.tensors)
+        return header_bytes(self.tensors)
 
     @cached_property
     def most_bytes(self) -> int:
         """Size that no object exceeds."""
         layout = self.layout(0)
-        return self.header_bytes + self.tensors * (_aligned(max(layout.raw_bytes, layout.coded_bytes)) + _aligned(layout.most_compact_bytes))
+        return self.header_bytes + self.tensors * (aligned(max(layout.raw_bytes, layout.coded_bytes)) + aligned(layout.most_compact_bytes))
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ class ObjectHeader:
             ObjectError: It is damaged, or another version's, server's or page's, or its sizes are impossible.
         """
         form, layout = page.form, page.layout
-        tensors, start, anchor_bytes, residual_bytes, digest, page_hash, *checksums = _unpack_header(content, page.name)
+        tensors, start, anchor_bytes, residual_bytes, digest, page_hash, *checksums = unpack_header(content, page.name)
         if (tensors, start, digest, page_hash) != (form.tensors, page.start, form.digest, page.page_hash):
             raise ObjectError(f"object {page.name} is of another page, or of a server with other settings")
         sizes = np.frombuffer(content, "<u4", 2 * form.tensors, FIELDS.size).tolist()
@@ -211,7 +209,7 @@ class StoredPage:
         """The part to read first. Every object of this format has as many bytes or more."""
         layout = self.layout
         size = layout.raw_bytes if self.form.form == "raw" or layout.always_raw else layout.coded_bytes
-        self._first = torch.empty(self.form.header_bytes + self.form.tensors * _aligned(size), dtype=torch.uint8)
+        self._first = torch.empty(self.form.header_bytes + self.form.tensors * aligned(size), dtype=torch.uint8)
         return ReadRange(self.name, 0, _view(self._first))
 
     def open(self) -> None:
@@ -344,42 +342,6 @@ def fetch_residuals(backend: StoreBackend, page: StoredPage) -> None:
     _fill(backend, page.residual_ranges())
 
 
-def check_object(name: str, content: memoryview) -> None:
-    """Compare the checksums of an object's header and streams, whatever its format is.
-
-    Raises:
-        ObjectError: The object is damaged, another page, or of another version.
-    """
-    if len(content) < FIELDS.size:
-        raise ObjectError(f"object {name} is shorter than a header")
-    tensors = FIELDS.unpack_from(content)[2]
-    header = bytes(content[: _header_bytes(min(tensors, MAX_TENSORS))])
-    _, _, anchors, residuals, _, page_hash, *checksums = _unpack_header(header, name)
-    if page_hash.hex() != name.partition("/")[2]:
-        raise ObjectError(f"object {name} is another page, {page_hash.hex()}")
-    offset = len(header)
-    for what, size, expected in (("anchors", anchors, checksums[0]), ("residuals", residuals, checksums[1])):
-        if xxhash.xxh3_128_digest(content[offset : offset + size]) != expected:
-            raise ObjectError(f"object {name}: the checksum of its {what} differs")
-        offset += size
-
-
-def _header_bytes(tensors: int) -> int:
-    """Size of the header of an object with this number of tensors."""
-    return _aligned(FIELDS.size + 8 * tensors + CHECKSUM_BYTES)
-
-
-def _unpack_header(header: bytes, name: str) -> tuple:
-    """The fields of a header after its version. Raises :class:`ObjectError` for another version, or a wrong checksum."""
-    magic, version, *fields = FIELDS.unpack_from(header)
-    # The version is first: the rest of another version's header may differ.
-    if magic != MAGIC or version != VERSION:
-        raise ObjectError(f"object {name} begins with {magic!r}, version {version}; expected are {MAGIC!r}, version {VERSION}")
-    if xxhash.xxh3_128_digest(header[:-CHECKSUM_BYTES]) != header[-CHECKSUM_BYTES:]:
-        raise ObjectError(f"object {name}: the header's checksum differs")
-    return tuple(fields)
-
-
 def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:
     filled = backend.read(ranges) if ranges else []
     if not all(filled):
@@ -395,12 +357,8 @@ def _checked(tensors: Sequence[torch.Tensor], page: StoredPage) -> PageTensors:
     return parts
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _packed_size(sizes: Sequence[int]) -> int:
-    return sum(map(_aligned, sizes))
+    return sum(map(aligned, sizes))
 
 
 def _pack(streams: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -413,7 +371,7 @@ def _pack(streams: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The streams of :func:`_pack`, as views."""
-    places = packed.split([_aligned(size) for size in sizes])
+    places = packed.split([aligned(size) for size in sizes])
     return [place[:size] for place, size in zip(places, sizes, strict=True)]
 
 

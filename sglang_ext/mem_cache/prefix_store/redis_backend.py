@@ -104,8 +104,9 @@ class RedisBackend:
     def objects(self) -> Iterator[StoredObject]:
         """All objects."""
         for some in _batches(self._keys()):
-            sizes = self._pipeline("listing objects", [("STRLEN", key) for key in some])
+            # Times first: for Redis, the question for a size is a use.
             idle = self._pipeline("listing objects", [("OBJECT", "IDLETIME", key) for key in some], optional=True)
+            sizes = self._pipeline("listing objects", [("STRLEN", key) for key in some])
             now = time.time()
             for key, size, seconds in zip(some, sizes, idle, strict=True):
                 # With a policy that counts uses, Redis does not know the time.

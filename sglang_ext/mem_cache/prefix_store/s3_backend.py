@@ -105,7 +105,10 @@ class S3Backend:
         """Delete objects."""
         for first in range(0, len(names), DELETED_AT_ONCE):
             keys = [{"Key": self._key(name)} for name in names[first : first + DELETED_AT_ONCE]]
-            self._run("deleting objects", lambda keys=keys: self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True}))
+            request = {"Bucket": self._bucket, "Delete": {"Objects": keys, "Quiet": True}}
+            answer = self._run("deleting objects", lambda request=request: self._client.delete_objects(**request))
+            if errors := answer.get("Errors"):
+                raise StoreError(f"{len(errors)} of {len(keys)} objects were not deleted: S3: {errors[0].get('Message')}")
 
     def objects(self) -> Iterator[StoredObject]:
         """All objects. S3 knows when they were written, not when they were read."""

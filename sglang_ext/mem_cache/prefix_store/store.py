@@ -17,7 +17,8 @@ import torch
 
 from sglang_ext.mem_cache.host_tier.tier import HostLinkBandwidth
 from sglang_ext.mem_cache.prefix_store.backend import StoreBackend, StoreError
-from sglang_ext.mem_cache.prefix_store.objects import ObjectError, StoredPage, encode_object, fetch_page, fetch_residuals
+from sglang_ext.mem_cache.prefix_store.object_header import ObjectError
+from sglang_ext.mem_cache.prefix_store.objects import StoredPage, encode_object, fetch_page, fetch_residuals
 
 logger = logging.getLogger(__name__)
 

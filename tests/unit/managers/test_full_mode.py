@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from tiered_helpers import PAGE, TokenTable
 
 from sglang_ext import plugin
+from sglang_ext.managers.worker import KVWorker
 from sglang_ext.platforms.torch_kernels import TorchPagedAllocator
 
 SLOTS, LAYERS = 160, 2
@@ -55,6 +57,22 @@ def test_in_mode_full_the_tree_has_host_memory_and_its_store(stock, tmp_path, st
     pool = tree.host.tier.pool
     assert pool.kv.shape[:2] == (2, LAYERS) and pool.page_size == PAGE and tree.compressed_kv is None
     assert (tree.stored is not None) == stores
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["full", "verified"])
+@pytest.mark.parametrize("source", ["disk", "distributed", "tensor", "ipc"])
+def test_sglang_is_told_that_new_weights_are_refused_beside_a_store(stock, tmp_path, monkeypatch, source, drafts):
+    worker, flags = stock
+    plugin.create_tree(context(worker, **flags | {"kv_store": f"file:{tmp_path / 'store'}"}))
+    drafter = object.__new__(KVWorker) if drafts else None
+    if drafts:
+        drafter._target_worker = worker
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    updater = SchedulerWeightUpdaterManager(
+        tp_worker=worker, draft_worker=drafter, tp_cpu_group=None, memory_saver_adapter=None, flush_cache=None, is_fully_idle=None
+    )
+    answer = getattr(updater, f"update_weights_from_{source}")(SimpleNamespace(disable_draft_model=False))
+    assert not answer.success and "--kv-store" in answer.message
 
 
 def test_a_store_that_cannot_be_opened_ends_the_scheduler_with_one_line(stock, tmp_path, capsys):

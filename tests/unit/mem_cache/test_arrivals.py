@@ -1,13 +1,12 @@
 """Ranks that are done with their transfers at different times, and lose different pages, go on with the same tree."""
 
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_threads import on_ranks
 from tiered_helpers import World, kv_of
 
 from sglang_ext.core import TPRanks
@@ -18,33 +17,6 @@ from sglang_ext.mem_cache.prefix_cache.host_store import FaultInjector
 from sglang_ext.mem_cache.prefix_cache.nodes import path
 
 A = list(range(1, 13))
-
-
-class Meeting:
-    """What ranks that are threads tell each other."""
-
-    def __init__(self, count):
-        self.count, self.said = count, [None] * count
-        self.barrier = threading.Barrier(count, timeout=20)
-
-    def group(self, rank):
-        return SimpleNamespace(
-            world_size=self.count, rank_in_group=rank, all_gather_object=lambda value: self.gather(rank, value)
-        )
-
-    def gather(self, rank, value):
-        self.said[rank] = value
-        self.barrier.wait()
-        heard = list(self.said)
-        self.barrier.wait()
-        return heard
-
-
-def on_ranks(count, work):
-    """What ``work(ranks)`` gives on each of ``count`` ranks that run side by side."""
-    meeting = Meeting(count)
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(TPRanks.from_group(meeting.group(rank))), range(count)))
 
 
 def transfer(seconds=None, wrong=(), size=8):

@@ -2,13 +2,19 @@
 
 import io
 import os
+import subprocess
+import sys
+import time
+from contextlib import closing
 
 import pytest
 import torch
 from rich.console import Console
 
 from sglang_ext import store
+from sglang_ext.managers.store_server import server
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
 
 FORMS = {form: ObjectFormat("a model", torch.bfloat16, layers=2, heads=2, head_dim=16, page_size=64, form=form) for form in ("raw", "anchored")}
@@ -110,6 +116,30 @@ def test_a_copy_has_the_undamaged_pages_and_keeps_its_own(backend, tmp_path):
         if page.name in rest:
             read_page(target, page, found)
             assert all(torch.equal(a, b) for a, b in zip(found, tensors(1)))
+
+
+def test_a_copy_that_fails_names_the_store_that_failed(backend, tmp_path):
+    small = f"file:{tmp_path}/small?max-gb=1e-6"
+    code, text = run("copy", f"file:{backend.folder}", small)
+    assert code == 2 and text.startswith(f"store: {small}: object ") and str(backend.folder) not in text
+
+
+def test_a_slow_copy_outlives_the_connection_of_its_listing(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SILENCE_SECONDS", 0.2)
+    put = FileBackend.put
+    monkeypatch.setattr(FileBackend, "put", lambda *args: time.sleep(0.2) or put(*args))
+    with closing(server.StoreServer("tcp://127.0.0.1:0", ObjectCache(1 << 20, backend))) as source:
+        code, text = run("copy", source.endpoint, f"file:{tmp_path}/other")
+    assert code == 0 and text.startswith("5 pages copied")
+
+
+def test_the_commands_load_no_model_code_and_print_nothing_else(backend):
+    program = (
+        "import sys; from sglang_ext import link_keys, store; code = store.main(sys.argv[1:]);"
+        "sys.exit(code or ' '.join({'torch', 'transformers', 'sglang', 'triton', 'numba'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "check", f"file:{backend.folder}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5 pages, 0 damaged\n", "")
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -208,7 +209,9 @@ def test_a_damaged_object_is_refused(server: StoreServer, store: StoreBackend) -
         store.put(NAME, [memoryview(page(2)[1])])
     with pytest.raises(StoreError, match="refused"):
         store.put(NAME, [memoryview(CONTENT)[:-64]])
-    assert store.statistics().objects == 0 and server.cache.counters.damaged == 6
+    with pytest.raises(StoreError, match="its header says"):
+        store.put(NAME, [memoryview(CONTENT + bytes(16))])
+    assert store.statistics().objects == 0 and server.cache.counters.damaged == 7
     assert put(store, 1)
 
 
@@ -316,6 +319,44 @@ def test_a_write_that_is_under_way_does_not_bring_back_what_is_deleted(tmp_path:
         deleting.join(10)
         wait_for(lambda: cache.counters.written == 1)
         assert not cache.count_run([NAME]) and not disk.count_run([NAME])
+
+
+def test_a_load_that_is_under_way_does_not_bring_back_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FileBackend(tmp_path)
+    read = disk.read
+    disk.put(NAME, [memoryview(CONTENT)])
+    with closing(ObjectCache(64 << 20, disk)) as cache:
+
+        def read_before_another_client_deletes(ranges: list[ReadRange]) -> list[bool]:
+            found = read(ranges)
+            cache.delete([NAME])
+            return found
+
+        monkeypatch.setattr(disk, "read", read_before_another_client_deletes)
+        cache.load(NAME)
+        assert not cache.num_objects and not cache.size and not cache.count_run([NAME])
+
+
+def test_objects_that_are_dropped_before_they_are_written_are_lost_but_not_deleted_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+
+    class LateQueue(queue.Queue):
+        def get(self, *args: object) -> str | None:
+            found = super().get(*args)
+            assert may_write.wait(10)
+            return found
+
+    monkeypatch.setattr(queue, "SimpleQueue", LateQueue)
+    with closing(ObjectCache(2 * len(CONTENT), FileBackend(tmp_path))) as cache:
+        for number in range(4):
+            name, content = page(number)
+            memory = cache.reserve(len(content))
+            memory[:] = content
+            cache.store(name, memory)
+            if number == 0:
+                cache.delete([name])
+        may_write.set()
+    assert (cache.counters.dropped, cache.counters.lost, cache.counters.written) == (1, 1, 2)
 
 
 def test_a_listing_has_files_that_are_too_large_to_be_read(ends: Ends, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, S
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
+from sglang_ext.mem_cache.prefix_store.s3_backend import S3Backend
 
 SPACE = "0123456789abcdef"
 OTHER = "f" * 16
@@ -204,6 +206,24 @@ def test_a_listing_has_names_sizes_and_times(store: StoreBackend) -> None:
     assert (counted.objects, counted.size) == (4, 2203)
 
 
+@pytest.mark.parametrize("url", ["redis"], indirect=True)
+def test_a_listing_of_redis_has_the_last_use_before_it(store: StoreBackend, url: str) -> None:
+    store.put(name(1), parts(content(1)))
+    with pytest.importorskip("redis").Redis.from_url(url) as client:
+        key = f"sglang-ext:{name(1)}"
+        client.restore(key, 0, client.dump(key), replace=True, idletime=1000)
+    (found,) = store.objects()
+    assert found.used_at < time.time() - 900
+
+
+def test_s3_names_objects_that_it_does_not_delete() -> None:
+    pytest.importorskip("boto3")
+    refusal = {"Key": name(1), "Code": "AccessDenied", "Message": "Access Denied"}
+    client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [refusal]}, close=lambda: None)
+    with closing(S3Backend(client, "bucket")) as store, pytest.raises(StoreError, match="1 of 2 objects.*Access Denied"):
+        store.delete([name(1), name(2)])
+
+
 def test_threads_may_share_a_backend(store: StoreBackend) -> None:
     wrong = []
 
@@ -306,6 +326,20 @@ class TestFolder:
         with pytest.raises(StoreError, match="is a link; delete the link"):
             store.put(name(2), parts(content(2)))
         assert sorted(elsewhere.rglob("*")) == before
+
+    def test_no_old_file_is_deleted_behind_a_link(self, tmp_path: Path) -> None:
+        folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "notes").write_text("of somebody else")
+        os.utime(elsewhere / "notes", (0, 0))
+        store = open_backend(f"file:{folder}")
+        shutil.rmtree(folder / ".new")
+        (folder / ".new").symlink_to(elsewhere)
+        with pytest.raises(StoreError, match="is a link; delete the link"):
+            store.put(name(1), parts(content(1)))
+        with pytest.raises(OptionError, match="is a link; delete the link"):
+            open_backend(f"file:{folder}")
+        assert [each.name for each in elsewhere.iterdir()] == ["notes"]
 
     def test_a_removed_folder_is_created_again(self, tmp_path: Path) -> None:
         store = open_backend(f"file:{tmp_path}/store", 100_000)

@@ -124,6 +124,10 @@ class EarlyWorld(CodedWorld):
         self.cache.prefetch_from_storage(RID, match.best_match_node, tokens[match.best_match_node.end : -1])
         return req
 
+    def ask(self, tokens):
+        """A request that does not draft: its answer has one token."""
+        self.arrive(tokens, max_new_tokens=1)
+
     def pass_until(self, condition):
         """Passes of the scheduler in which the request waits, until ``condition``."""
         until = time.monotonic() + 10

@@ -16,10 +16,8 @@ from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
 from sglang_ext.managers.kv_transfer.progressive.page_codec import page_ends, page_hashes
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreError
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.mem_cache.prefix_store.object_header import CHECKSUM_BYTES, FIELDS, ObjectError, check_object
 from sglang_ext.mem_cache.prefix_store.objects import (
-    CHECKSUM_BYTES,
-    FIELDS,
-    ObjectError,
     ObjectFormat,
     StoredPage,
     encode_object,
@@ -284,8 +282,13 @@ def test_truncated_objects_are_refused(store, size):
 
 @settings(max_examples=10, deadline=None)
 @given(more=st.binary(min_size=1, max_size=100))
-def test_bytes_after_an_object_are_ignored(store, more):
+def test_a_reader_ignores_bytes_after_an_object_and_a_check_refuses_them(store, more):
+    name = StoredPage(FORM, HASH, 0).name
     assert restores_or_refuses(store, WHOLE + more)
+    check_object(name, memoryview(WHOLE))
+    for other in (WHOLE + more, WHOLE + bytes(len(more)), WHOLE[: -len(more)]):
+        with pytest.raises(ObjectError):
+            check_object(name, memoryview(other))
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,16 +2,21 @@
 
 import threading
 import time
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from tiered_helpers import PAGE, TokenTable, World, done, kv_of
+from rank_threads import on_ranks
+from tiered_helpers import PAGE, Request, TokenTable, World, done, kv_of
 
+from sglang_ext.core import TPRanks
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPages, HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
@@ -66,7 +71,7 @@ class Store:
 class StoreWorld(World):
     """A world whose KV has the shape of a model's, and whose tree has a store."""
 
-    def __init__(self, backend, slots=160, host_pages=60, form="raw"):
+    def __init__(self, backend, slots=160, host_pages=60, form="raw", ranks=TPRanks()):
         size = slots + PAGE
         self.kv, values = (torch.zeros(size, 1, NUMBERS, dtype=torch.int64) for _ in "kv")
         self.buffers = KVBuffers((0,), (1.0,), (self.kv.view(torch.float32),), (values.view(torch.float32),))
@@ -75,18 +80,18 @@ class StoreWorld(World):
         self.table, self.running, self.backend = TokenTable(), [], backend
         self.cache = TieredRadixCache(CacheInitParams(False, self.table, self.allocator, PAGE))
         self.tier = HostTier(self.buffers, HostPool.create(self.buffers, PAGE, host_pages * PAGE * self.buffers.bytes_per_slot))
-        self.cache.use_host(self.tier)
+        self.cache.use_host(self.tier, ranks=ranks)
         self.store = PrefixStore(backend, "file:a folder")
         shape = ObjectFormat("a model", torch.float32, 1, 1, 2 * NUMBERS, UNIT, form=form)
-        self.stored = self.cache.stored = StoredPrefixes(self.cache.host, self.store, shape)
+        self.stored = self.cache.stored = StoredPrefixes(self.cache.host, self.store, shape, ranks)
 
     def write(self, slots, kv):
         self.kv[slots, 0] = kv[:, None] + torch.arange(NUMBERS)
         self.buffers.values[0].view(torch.int64)[slots, 0] = -self.kv[slots, 0]
 
-    def ask(self, tokens, rid="a request"):
+    def ask(self, tokens, rid="a request", **fields):
         """What SGLang's scheduler does as a request arrives."""
-        match = self.match(tokens[:-1])
+        match = self.match(tokens[:-1], Request(array("q", tokens), 0, rid=rid, **fields))
         self.cache.prefetch_from_storage(rid, match.best_match_node, tokens[match.best_match_node.end : -1])
 
     def wait(self, rid="a request", seconds=10.0):
@@ -155,6 +160,8 @@ def test_a_second_server_reads_what_a_first_one_computed(worlds, form):
     assert second.stored.hits == 5 and first.stored.misses == 5
     second.cache.evict(EvictParams(num_tokens=second.slots))
     second.check_owners()
+    # SGLang reports it.
+    assert SchedulerOutputStreamer._get_storage_backend_type(SimpleNamespace(tree_cache=second.cache)) == "Store"
     # Loads of a page compare its checksum, which the reader set.
     assert second.cache.host.failed_pages == 0 and second.cache.host.loaded_bytes > 0
 
@@ -199,18 +206,21 @@ def test_prompts_that_share_a_beginning_share_its_pages(worlds):
     assert second.serve(PROMPT) == 20
 
 
-def test_prompts_with_a_key_of_their_own_are_neither_written_nor_read(worlds):
-    first = worlds()
-    first.serve(PROMPT)
+@pytest.mark.parametrize("fields", [{"extra_key": "a salt"}, {"positional_embed_overrides": "embeddings"}], ids=str)
+def test_prompts_that_token_ids_do_not_name_are_neither_written_nor_read(worlds, fields):
+    first, second, third = worlds(), worlds(), worlds()
+    first.finish(first.start(PROMPT, **fields))
     first.written()
-    before = first.store.counters.written_pages
-    node = first.node(PROMPT[:40])
-    node.key.extra_key = "an adapter"
-    first.cache.prefetch_from_storage("other", node, list(range(16)))
-    assert first.cache.check_prefetch_progress("other") and first.cache.pop_prefetch_loaded_tokens("other") == 0
-    first.stored.write(node)
-    first.written()
-    assert first.store.counters.written_pages == before
+    assert first.store.counters.written_pages == 0
+    assert second.serve(PROMPT) == 0
+    second.written()
+    # Whether the tree is empty or has a part of the prompt.
+    for known in (0, 10):
+        if known:
+            third.finish(third.start(PROMPT[:known], **fields))
+        third.ask(PROMPT, **fields)
+        assert third.wait() == 0 and third.backend.reads == 0
+    assert third.serve(PROMPT) > 0
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:100], lambda data: b"", lambda data: data[:-1] + b"x"])
@@ -258,6 +268,33 @@ def test_a_store_that_cannot_be_written_is_read(worlds, caplog):
     assert second.serve(PROMPT) == 40
     assert len([each for each in caplog.records if "no page is written" in each.message]) == 1
     second.check_owners()
+
+
+@pytest.mark.parametrize("fault", ["fails", "is_full"])
+def test_a_store_that_fails_for_one_rank_keeps_the_trees_of_all_ranks_equal(worlds, tmp_path, monkeypatch, fault):
+    made = {rank: Store(tmp_path / str(rank)) for rank in (0, 1)}
+    monkeypatch.setattr("sglang_ext.mem_cache.prefix_store.store.RETRY_SECONDS", 1.0)
+
+    def serve(ranks):
+        world, backend, states = worlds(backend=made[ranks.rank], ranks=ranks), made[ranks.rank], []
+
+        def ask(prompt, is_faulty=False):
+            setattr(backend, fault, is_faulty and ranks.rank == 1)
+            loaded = world.serve(prompt)
+            world.written()
+            states.append((loaded, world.pages.free_pages, world.stored.hits, world.stored.misses))
+
+        ask(PROMPT)
+        world.cache.reset()
+        world.allocator.clear()
+        ask(OTHER, is_faulty=True)
+        ask(PROMPT, is_faulty=True)
+        time.sleep(1.0)
+        ask(OTHER[:20] + PROMPT)
+        return states, len(world.stored.pending_writes())
+
+    first, second = on_ranks(2, serve)
+    assert first == second
 
 
 def test_a_request_that_is_aborted_while_pages_arrive_leaves_nothing(worlds):
