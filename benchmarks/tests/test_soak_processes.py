@@ -59,7 +59,7 @@ GROWING = "import os, sys; print(os.getpid(), flush=True); kept = [b'x' * (8 << 
 def test_a_process_of_the_group_that_grows_is_found() -> None:
     with subprocess.Popen([sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None and process.stdout.readline()
-        with ProcessWatch(process.pid, seconds=0.02) as watch:
+        with ProcessWatch(lambda: [process.pid], seconds=0.02) as watch:
             until, shown = time.monotonic() + 120, ""
             while not (problems := watch.problems()) and time.monotonic() < until:
                 # It grows by 8 MB after each sample, however long a sample takes.
@@ -74,6 +74,6 @@ def test_a_process_of_the_group_that_grows_is_found() -> None:
 
 
 def test_without_a_group_nothing_is_watched() -> None:
-    with ProcessWatch(None, seconds=0.01) as watch:
+    with ProcessWatch(lambda: [None], seconds=0.01) as watch:
         time.sleep(0.05)
     assert watch.table() == "" and watch.problems() == []

@@ -7,9 +7,12 @@ import pytest
 from launched import Launches
 from soak_helpers import SoakServer, run
 
+from sglang_ext.mem_cache.prefix_store.backend import StoreError, open_backend
+from sglang_ext.tools import CommandError
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.soaking import shared_store
 from sglang_ext_bench.soaking.request_options import OPTIONS
+from sglang_ext_bench.soaking.shared_store import StoreProcess
 
 pytestmark = pytest.mark.usefixtures("checked_here", "quick_sleep")
 
@@ -51,6 +54,32 @@ def test_each_request_has_one_server_and_the_store_is_disturbed(server: Launches
     assert len(totals["requests"]) == len(OPTIONS)
 
 
+def test_servers_share_a_store_process_which_is_restarted(server: Launches, tmp_path: Path) -> None:
+    code, totals = run(tmp_path, "--minutes", "5", "--requests", "60", "--store", str(tmp_path / "store"), "--store-process", "--store-mb", "7")
+    _, first, second = server.made
+    assert code == 0 and first.flags == second.flags and first.flags[first.flags.index("--kv-store") + 1].startswith("tcp://127.0.0.1:")
+    assert {"store process killed", "store process restarted"} & {*totals["store"]["disturbances"]}
+
+
+def test_a_store_process_keeps_its_address_when_it_is_killed_and_ends(tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "store", 10**7, tmp_path / "log") as process:
+        group = process.group
+        process.kill()
+        backend = open_backend(process.url)
+        assert backend.statistics().max_size == 10**7 and process.group not in (group, None)
+        backend.close()
+    assert process.group is None
+    with pytest.raises(StoreError):
+        open_backend(process.url)
+
+
+def test_a_store_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no folder")
+    process = StoreProcess(tmp_path / "store", 10**7, tmp_path / "log")
+    with pytest.raises(CommandError, match=f"did not start: .*store.*; see {tmp_path}/log"), process:
+        pass
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [({"held": 7}, "server 1 holds 7 bytes of host memory"), ({"hits": 0}, "no page was read"), ({"leaked": 3}, "still holds 3 used tokens")],
@@ -82,3 +111,4 @@ def test_a_folder_with_files_is_refused_and_kept(tmp_path: Path, capsys: pytest.
     assert main(["soak", "--model", "m", "--prompts", "p", "--store", str(tmp_path)]) == 2
     assert "pass a new folder" in capsys.readouterr().err and (tmp_path / "mine").exists()
     assert main(["soak", "--model", "m", "--prompts", "p", "--store", str(tmp_path / "new"), "--apart"]) == 2
+    assert main(["soak", "--model", "m", "--prompts", "p", "--store-process"]) == 2

@@ -2,9 +2,9 @@
 
     sglang-ext-bench store-failures --model MODEL --prompt-file TEXT --store FOLDER --context-len 2000 --redis 6379
 
-Two servers run: one without a store, and one whose store has all prompts. For each failure the pages are copied back and damaged, and both
-prefix caches are cleared. Then each prompt is sent alone to both servers in turn. With --redis, a third server has that Redis server as its
-store, behind a link of 10 MB/s. It must be empty. Answers are compared with those of the server without a store.
+Two servers run: one without a store, and one whose store has all prompts. For each failure the pages are copied back and damaged. Then each
+prompt is sent alone to both servers in turn, to empty prefix caches. With --redis, a third server has that Redis server as its store, behind a
+link of 10 MB/s. It must be empty. Greedy and seeded answers are compared with those of the server without a store.
 """
 
 import argparse
@@ -13,20 +13,27 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
-from sglang_ext.tools import CommandError, split_flags
+from sglang_ext.tools import CommandError
 from sglang_ext_bench import report
 from sglang_ext_bench.options import check_counts
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.server import BenchServer
-from sglang_ext_bench.serving.prefix_store import add_common_arguments, ask, first_token, host_flags, wait_until_quiet
+from sglang_ext_bench.serving.prefix_store import (
+    COMPUTED,
+    STORED,
+    add_common_arguments,
+    count_differing,
+    measure,
+    running,
+    wait_until_quiet,
+)
 
 SLOW_RATE = 10e6
 """Bytes per second of the slow link."""
@@ -207,24 +214,26 @@ def run(args: argparse.Namespace) -> int:
     prompts = [list(ids) for ids in make_prompts(args, args.prompts, [args.context_len])[args.context_len]]
     found: dict[str, dict[str, Any]] = {}
     with log_folder(args) as logs, running(args, logs / "computed.log") as computed:
-        with running(args, logs / "stored.log", f"file:{store}") as server, TemporaryDirectory() as folder:
-            found["a store without the prompts"] = measure(computed, server, prompts, args.output_len)
+        with running(args, logs / "stored.log", "--kv-store", f"file:{store}") as server, TemporaryDirectory() as folder:
+            found["a store without the prompts"] = measure_pair(computed, server, prompts, args.output_len)
             wait_until_quiet(FileBackend(store))
             whole = Path(folder) / "whole"
             shutil.copytree(store, whole)
-            found["a store with the prompts"] = measure(computed, server, prompts, args.output_len)
+            found["a store with the prompts"] = measure_pair(computed, server, prompts, args.output_len)
             for name, damage in DAMAGES.items():
                 time.sleep(PAUSE_SECONDS)
                 restore(store, whole)
                 elsewhere = Path(folder) / name
                 elsewhere.mkdir()
                 damage(store, elsewhere)
-                found[name] = measure(computed, server, prompts, args.output_len)
+                found[name] = measure_pair(computed, server, prompts, args.output_len)
         if args.redis is not None:
-            with SlowLink(args.redis, SLOW_RATE) as link, running(args, logs / "slow.log", f"redis://127.0.0.1:{link.port}/0") as server:
-                found["10 MB/s, without the prompts"] = measure(computed, server, prompts, args.output_len)
-                time.sleep(PAUSE_SECONDS)
-                found["10 MB/s, with the prompts"] = measure(computed, server, prompts, args.output_len)
+            with SlowLink(args.redis, SLOW_RATE) as link:
+                url = f"redis://127.0.0.1:{link.port}/0"
+                with running(args, logs / "slow.log", "--kv-store", url) as server:
+                    found["10 MB/s, without the prompts"] = measure_pair(computed, server, prompts, args.output_len)
+                    time.sleep(PAUSE_SECONDS)
+                    found["10 MB/s, with the prompts"] = measure_pair(computed, server, prompts, args.output_len)
     differing = sum(each["differing"] for each in found.values())
     if args.json is not None:
         settings = {name: str(value) for name, value in vars(args).items() if name not in ("json", "logs", "command")}
@@ -235,36 +244,20 @@ def run(args: argparse.Namespace) -> int:
     ]
     columns = ("store", "first token without it, s", "with it, s", "ratio", "from the store")
     report.make_console().print(report.make_table(f"{args.prompts} prompts of {args.context_len} tokens, medians", columns, rows))
-    print(f"{differing} of {args.prompts * len(found)} answers differ from those of the server without a store")
+    print(f"{differing} of {2 * args.prompts * len(found)} answers differ from those of the server without a store")
     return 1 if differing else 0
 
 
-@contextmanager
-def running(args: argparse.Namespace, log: Path, url: str | None = None) -> Iterator[BenchServer]:
-    """A server that has answered a request, with the store of ``url`` if there is one."""
-    store = () if url is None else ("--kv-store", url)
-    with BenchServer(str(args.model), (*host_flags(args), *store, *split_flags(args.server_arg)), log) as server:
-        # The first long prefill of a server compiles and allocates.
-        ask(server, list(range(100, 100 + args.context_len)), 1)
-        yield server
-
-
-def measure(computed: BenchServer, server: BenchServer, prompts: Sequence[Sequence[int]], output_len: int) -> dict[str, Any]:
-    """Send each prompt to both servers with empty prefix caches.
+def measure_pair(computed: BenchServer, server: BenchServer, prompts: Sequence[Sequence[int]], output_len: int) -> dict[str, Any]:
+    """Send each prompt to both servers in turn.
 
     Returns:
         Median seconds to the first token of both, the median of tokens from the store, and the number of answers that differ.
     """
-    seconds: dict[BenchServer, list[float]] = {computed: [], server: []}
-    tokens, differing = [], 0
-    for each in seconds:
-        each.flush_cache()
-    for prompt in prompts:
-        outputs = []
-        for each, times in seconds.items():
-            taken, stored = first_token(each, prompt)
-            times.append(taken)
-            outputs.append(ask(each, prompt, output_len)["output_ids"])
-        tokens.append(stored)
-        differing += outputs[0] != outputs[1]
-    return {"computed": median(seconds[computed]), "seconds": median(seconds[server]), "stored": int(median(tokens)), "differing": differing}
+    without, stored = zip(*((measure(computed, prompt, output_len), measure(server, prompt, output_len)) for prompt in prompts))
+    return {
+        "computed": median(each.seconds for each in without),
+        "seconds": median(each.seconds for each in stored),
+        "stored": int(median(each.stored for each in stored)),
+        "differing": count_differing({COMPUTED: without, STORED: stored}),
+    }

@@ -23,7 +23,11 @@ lacks are left out.
 --apart starts a prefill and a decode server instead of one, with transfer backend progressive. Each request goes to both, and both must
 end it. Neither may hold much more memory at the end than after its warm-up.
 
---store starts servers that share a bounded prefix store. Meanwhile pages of the store are damaged, and its folder is removed.
+--store starts servers that share a bounded prefix store. Meanwhile pages of the store are damaged, and its folder is removed. With
+--store-process the servers share a store process (tcp://), which has the folder as its disk. In the first third of the time this process is
+restarted and killed. The soak fails if no page is read from the store. So the prompts must exceed --pool-tokens and --kv-host-gb:
+
+    sglang-ext-bench soak --model MODEL --prompts prompts --store FOLDER --store-mb 20 --limit 2 --pool-tokens 1900 --kv="--kv-host-gb 0.02"
 
 --mode lossy does not ask stock, because the answers are approximate. It checks the number and the length of the answers, and
 the log-probabilities of each token where a request asks for them.
@@ -75,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--store", type=Path, metavar="FOLDER", help="verify on servers that share a prefix store in this folder; its pages are deleted")
     add("--store-servers", type=int, default=2, help="number of these servers (default: %(default)s)")
     add("--store-mb", type=float, default=200.0, help="bound of the store, in MB; less than the prompts need (default: %(default)s)")
+    text = "the servers share a store process (tcp://) with the folder of --store as its disk, which is restarted"
+    add("--store-process", action="store_true", help=text)
     add("--logs", type=Path, default=Path("."), help="folder of the servers' logs (default: the current one)")
     add("--json", type=Path, help="write the totals to this file")
 
@@ -84,7 +90,7 @@ def check_options(args: argparse.Namespace) -> None:
 
     Raises:
         CommandError: --url or --mode lossy comes with --apart or --store, --apart with --store, or --url with --force-retraction. --leave-out has
-            an unknown name. --requests is negative. --store-servers is below 1.
+            an unknown name. --requests is negative. --store-servers is below 1. --store-process comes without --store.
     """
     known = [option.name for option in OPTIONS]
     unknown = [name for name in args.leave_out if name not in known]
@@ -105,6 +111,8 @@ def check_options(args: argparse.Namespace) -> None:
         check_counts({"--store-servers": args.store_servers})
         if args.store.exists() and any(args.store.iterdir()):
             raise CommandError(f"--store {args.store} is not empty, and the soak deletes its content; pass a new folder")
+    elif args.store_process:
+        raise CommandError("--store-process needs the folder of its disk: pass --store FOLDER, or leave it out")
     if args.apart and args.mode != "verified":
         raise CommandError(f"--apart with --mode {args.mode}: a prefill and a decode server need --mode verified; leave out one of these")
 

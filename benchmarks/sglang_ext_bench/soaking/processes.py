@@ -1,8 +1,8 @@
 """Samples the memory, the open descriptors and the threads of each process of a server, and reports those that keep growing."""
 
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median_low
 from types import TracebackType
@@ -97,14 +97,14 @@ class ProcessWatch:
     """Context manager: samples all processes of process groups in a background thread.
 
     Args:
-        groups: Process groups of the servers. None: an unknown group, of which no process is watched.
+        groups: Returns the current process groups of the servers. None: an unknown group, of which no process is watched.
         seconds: Time between two samples.
     """
 
-    def __init__(self, *groups: int | None, seconds: float = SAMPLE_SECONDS) -> None:
-        self._groups = frozenset(group for group in groups if group is not None)
+    def __init__(self, groups: Callable[[], Sequence[int | None]], seconds: float = SAMPLE_SECONDS) -> None:
+        self._groups = groups
         self._processes: dict[int, WatchedProcess] = {}
-        self._sampling = run_periodically(self._sample_all, seconds) if self._groups else nullcontext()
+        self._sampling = run_periodically(self._sample_all, seconds)
 
     def __enter__(self) -> "ProcessWatch":
         self._sampling.__enter__()
@@ -122,9 +122,10 @@ class ProcessWatch:
         return "\n".join(each.describe() for each in self._processes.values() if each.is_shown)
 
     def _sample_all(self) -> None:
-        for process in psutil.process_iter():
+        groups = set(self._groups()) - {None}
+        for process in psutil.process_iter() if groups else ():
             with suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) in self._groups:
+                if os.getpgid(process.pid) in groups:
                     self._sample(process)
 
     def _sample(self, process: psutil.Process) -> None:

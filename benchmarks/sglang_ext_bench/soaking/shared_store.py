@@ -1,11 +1,13 @@
-"""Servers that share a bounded prefix store in a folder, which the soak tests like one server.
+"""Servers that share a bounded prefix store, which the soak tests like one server.
 
-Each request goes to one of the servers, which its id decides. Meanwhile the store is disturbed: pages are damaged, and the folder is removed.
-The soak fails if the folder exceeds its bound, or if no page is read from it. It also fails if a server with an empty prefix cache still holds
-host memory.
+Each request goes to one of the servers, which its id decides. Meanwhile the store is disturbed. Pages of a folder are damaged, and the folder is
+removed. A store process is restarted and killed. The soak fails if the folder exceeds its bound, or if no page is read from the store. It also
+fails if a server with an empty prefix cache still holds host memory.
 """
 
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,9 @@ from typing import Any
 
 from sglang_ext.core import run_periodically
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
+from sglang_ext.tools import CommandError
+from sglang_ext.tools.server_client import free_port
+from sglang_ext_bench.client import total
 from sglang_ext_bench.server import BenchServer
 
 LOOK_SECONDS = 0.5
@@ -26,12 +31,89 @@ DAMAGED_SHARE = 4
 """One of so many pages is damaged."""
 RELEASE_SECONDS = 10.0
 """Time in which an idle server must write the last pages, and release their host memory."""
+MEMORY_SHARE = 0.25
+"""Memory of a store process, as a share of the bound of its disk. So pages are dropped from memory, and loaded from the disk."""
+END_SECONDS = 60.0
+"""Time in which a store process must end after SIGTERM."""
 METRICS = ("hit_pages", "miss_pages", "slower", "written_pages", "dropped_pages", "bad_pages", "errors")
 
 
-def store_flags(folder: Path, megabytes: float) -> tuple[str, ...]:
-    """Flags of a server on the store."""
-    return "--kv-store", f"file:{folder.absolute()}?max-gb={megabytes / 1000:g}", "--enable-metrics"
+class StoreProcess:
+    """Context manager: runs ``python -m sglang_ext.store serve`` with a folder as its disk.
+
+    Args:
+        folder: The folder.
+        max_bytes: Its bound.
+        log: File of the log.
+
+    Attributes:
+        url: The store, as for ``--kv-store``.
+        group: Process group of the store. None if it does not run.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, log: Path) -> None:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        bounds = ("--memory-gb", f"{MEMORY_SHARE * max_bytes / 1e9:g}", "--disk-gb", f"{max_bytes / 1e9:g}")
+        self._command = (sys.executable, "-m", "sglang_ext.store", "serve", "--listen", address, *bounds, "--disk", str(folder))
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = address
+
+    def __enter__(self) -> "StoreProcess":
+        self._log.write_bytes(b"")
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    @property
+    def group(self) -> int | None:
+        # Another thread may end it.
+        process = self._process
+        return None if process is None else process.pid
+
+    def restart(self) -> None:
+        """End the store as an administrator does, and start it again.
+
+        Raises:
+            CommandError: It does not end, or does not start.
+        """
+        self._end()
+        self._start()
+
+    def kill(self) -> None:
+        """Kill the store, and start it again.
+
+        Raises:
+            CommandError: It does not start.
+        """
+        if self._process is not None:
+            self._process.kill()
+        self.restart()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        # It prints its URL when it listens, and an error if it cannot.
+        line = self._process.stdout.readline().decode()
+        if self.url not in line:
+            self._end()
+            raise CommandError(f"the store process did not start: {line.strip()}; see {self._log}")
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.wait()
+            raise CommandError(f"the store process did not end in {END_SECONDS:g} s after SIGTERM; see {self._log}") from error
+        finally:
+            process.stdout.close()
 
 
 class ServersOnStore:
@@ -42,10 +124,21 @@ class ServersOnStore:
         folder: Folder of their store.
         max_bytes: Its bound.
         fail: Called with the description of each problem.
+        process: The store process that has the folder as its disk, not started. None if the servers use the folder themselves.
+        restart_seconds: Time from the start in which this process is restarted. Its last run is long enough to find a leak.
     """
 
-    def __init__(self, servers: Sequence[BenchServer], folder: Path, max_bytes: int, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        servers: Sequence[BenchServer],
+        folder: Path,
+        max_bytes: int,
+        fail: Callable[[str], None],
+        process: StoreProcess | None = None,
+        restart_seconds: float = 0.0,
+    ) -> None:
         self._servers, self._folder, self._max_bytes, self._fail = servers, folder, max_bytes, fail
+        self._process, self._restart_seconds, self._restart_until = process, restart_seconds, 0.0
         self._running = ExitStack()
         self._most_bytes = self._looks = 0
         self._disturbances: Counter[str] = Counter()
@@ -53,8 +146,11 @@ class ServersOnStore:
 
     def __enter__(self) -> "ServersOnStore":
         with ExitStack() as starting:
+            if self._process is not None:
+                starting.enter_context(self._process)
             for server in self._servers:
                 starting.enter_context(server)
+            self._restart_until = time.monotonic() + self._restart_seconds
             starting.enter_context(run_periodically(self._look, LOOK_SECONDS))
             self._running = starting.pop_all()
         return self
@@ -69,8 +165,8 @@ class ServersOnStore:
 
     @property
     def groups(self) -> tuple[int | None, ...]:
-        """Process groups of the servers."""
-        return tuple(server.group for server in self._servers)
+        """Process groups of the servers, and of a store process."""
+        return tuple(each.group for each in (*self._servers, *(() if self._process is None else (self._process,))))
 
     def describe_log(self) -> str:
         """Describe the logs of all servers."""
@@ -105,12 +201,13 @@ class ServersOnStore:
         # Written pages are released by the next request.
         while any(map(_host_bytes, self._servers)) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
-            self.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 1}})
+            # Metrics are updated when a request decodes.
+            self.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 4}})
             self.flush_cache()
         for number, server in self.by_role.items():
             if held := _host_bytes(server):
                 self._fail(f"server {number} holds {held:g} bytes of host memory though its prefix cache is empty")
-            self._metrics[number] = {name: _metric(server, f"store_{name}_total") for name in METRICS}
+            self._metrics[number] = {name: total(server.request("metrics"), f"sglang_ext:store_{name}_total") for name in METRICS}
         if not sum(each["hit_pages"] for each in self._metrics.values()):
             self._fail(f"no page was read from the store in {self._folder}")
 
@@ -138,8 +235,22 @@ class ServersOnStore:
             self._fail(f"the store in {self._folder} has {size} bytes; its bound is {self._max_bytes}")
         every = int(DISTURB_SECONDS / LOOK_SECONDS)
         if self._looks % every == 0:
-            disturb = self._damage if self._looks // every % 2 else self._remove
+            self._disturb(self._looks // every)
+
+    def _disturb(self, turn: int) -> None:
+        """Disturb the store, in two ways in turn."""
+        if self._process is None:
+            ways = {"folder removed": self._remove, "pages damaged": self._damage}
+        elif time.monotonic() < self._restart_until:
+            ways = {"store process killed": self._process.kill, "store process restarted": self._process.restart}
+        else:
+            return
+        name, disturb = list(ways.items())[turn % 2]
+        try:
             disturb()
+        except CommandError as error:
+            self._fail(str(error))
+        self._disturbances[name] += 1
 
     def _damage(self) -> None:
         for found in list(FileBackend(self._folder, self._max_bytes).objects())[::DAMAGED_SHARE]:
@@ -151,18 +262,10 @@ class ServersOnStore:
                     file.write(b"damage")
             except FileNotFoundError:
                 continue
-        self._disturbances["pages damaged"] += 1
 
     def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._disturbances["folder removed"] += 1
-
-
-def _metric(server: BenchServer, name: str) -> float:
-    """Sum of the samples of a metric."""
-    lines = server.request("metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sglang_ext:{name}"))
 
 
 def _host_bytes(server: BenchServer) -> float:
-    return _metric(server, "host_bytes")
+    return total(server.request("metrics"), "sglang_ext:host_bytes")

@@ -24,7 +24,7 @@ from sglang_ext_bench.soaking.external_server import (
 from sglang_ext_bench.soaking.processes import ProcessWatch
 from sglang_ext_bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext_bench.soaking.sending import References, Soak, post, run_traffic
-from sglang_ext_bench.soaking.shared_store import ServersOnStore, store_flags
+from sglang_ext_bench.soaking.shared_store import ServersOnStore, StoreProcess
 from sglang_ext_bench.soaking.tally import Tally
 from sglang_ext_bench.soaking.traffic import (
     cases,
@@ -40,6 +40,8 @@ STRICT_CHECKS = {
 ANSWER_SECONDS = 600.0
 """A request without an answer after this time is a failure."""
 SETTLE_SECONDS = 3.0
+RESTARTED_SHARE = 1 / 3
+"""First share of the time, in which a store process is restarted."""
 PLAIN_LOOP = "--disable-overlap-schedule"
 """SGLang's flag of the plain loop."""
 
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     env = server_environment(args.force_retraction)
     kv, is_overlapped = split_flags([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if is_overlapped else (PLAIN_LOOP,)), *split_flags(args.server_arg))
-    verified = (*common, "--kv-mode", args.mode, *kv, *(() if args.store is None else store_flags(args.store, args.store_mb)))
+    process = store_process(args)
+    verified = (*common, "--kv-mode", args.mode, *kv, *store_flags(args, process))
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = disaggregated_flags(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
     options = select_options(args)
@@ -69,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
             check_loop(stock, is_overlapped)
             prompts, references = reference_answers(stock, given, args.output_len, options)
     tally = Tally()
-    with tested_server(args, flags, env, tally) as server:
+    with tested_server(args, flags, env, tally, process) as server:
         check_loop(server, is_overlapped)
         drawn = cases(len(given), len(prompts) - len(given), options)
-        with ProcessWatch(*process_groups(server)) as processes:
+        with ProcessWatch(lambda: process_groups(server)) as processes:
             run_traffic(Soak(server, prompts, drawn, references, is_overlapped, tally, args.compressors), args)
         for problem in processes.problems():
             tally.fail(problem)
@@ -110,14 +113,29 @@ def stock_server(args: argparse.Namespace, flags: tuple[str, ...]) -> BenchServe
     return BenchServer(args.model, flags, args.logs / "soak-stock.log")
 
 
-def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally) -> Server:
+def store_process(args: argparse.Namespace) -> StoreProcess | None:
+    """The store process of --store-process, not started."""
+    return StoreProcess(args.store, int(args.store_mb * 1e6), args.logs / "soak-store.log") if args.store_process else None
+
+
+def store_flags(args: argparse.Namespace, process: StoreProcess | None) -> tuple[str, ...]:
+    """Flags of servers that share the store of --store."""
+    if args.store is None:
+        return ()
+    return "--kv-store", f"file:{args.store.absolute()}?max-gb={args.store_mb / 1000:g}" if process is None else process.url, "--enable-metrics"
+
+
+def tested_server(
+    args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally, process: StoreProcess | None = None
+) -> Server:
     """The server of --url, one that is started, for --apart a prefill and a decode server, or for --store those that share one.
 
     Args:
         args: The command line.
         flags: Flags of the servers, by role.
         env: Environment variables of the server. With --apart, of the decode server, because only it retracts requests.
-        tally: Collects problems of the prefill server.
+        tally: Collects problems of the servers.
+        process: The store process of --store-process.
     """
     if args.url:
         return ExternalServer(args.url, ANSWER_SECONDS)
@@ -126,7 +144,7 @@ def tested_server(args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]]
     if args.store is not None:
         names = [f"soak-store-{number}.log" for number in range(1, args.store_servers + 1)]
         servers = [BenchServer(args.model, flags["verified"], args.logs / name, request_timeout=ANSWER_SECONDS, env=env) for name in names]
-        return ServersOnStore(servers, args.store, int(args.store_mb * 1e6), tally.fail)
+        return ServersOnStore(servers, args.store, int(args.store_mb * 1e6), tally.fail, process, 60 * args.minutes * RESTARTED_SHARE)
     return BenchServer(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from store_servers import free_port, redis_server, running, small_disk
+from store_servers import file_url, free_port, mooncake_url, redis_server, s3_url, small_disk
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.store_server.server import StoreServer
@@ -52,27 +52,10 @@ def read(store: StoreBackend, wanted: str, offset: int, size: int) -> bytes | No
 
 
 @contextmanager
-def file_url(folder: Path) -> Iterator[str]:
-    yield f"file:{folder}/store"
-
-
-@contextmanager
 def redis_url(folder: Path) -> Iterator[str]:
     port = free_port()
     with redis_server(folder, port):
         yield f"redis://127.0.0.1:{port}/0"
-
-
-@contextmanager
-def s3_url(folder: Path) -> Iterator[str]:
-    boto3, port = pytest.importorskip("boto3"), free_port()
-    pytest.importorskip("moto.server")
-    keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
-    with running(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port), pytest.MonkeyPatch.context() as patch:
-        for key, value in keys.items():
-            patch.setenv(key, value)
-        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="prefixes")
-        yield f"s3://prefixes/a/b?endpoint=http://127.0.0.1:{port}"
 
 
 @contextmanager
@@ -82,33 +65,6 @@ def tcp_url(folder: Path) -> Iterator[str]:
     server = StoreServer("tcp://127.0.0.1:0", cache)
     yield server.endpoint
     server.close()
-
-
-MEMORY_OF_A_HOST = """
-import sys, time
-from mooncake.store import MooncakeDistributedStore
-host = MooncakeDistributedStore()
-assert host.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-@contextmanager
-def mooncake_url(folder: Path) -> Iterator[str]:
-    try:
-        import mooncake.store
-    except ImportError as error:
-        pytest.skip(f"Mooncake is not installed: {error}")
-    master, port = Path(mooncake.store.__file__).with_name("mooncake_master"), free_port()
-    with running(str(master), "--rpc_port", str(port), "--metrics_port", str(free_port()), port=port):
-        host = subprocess.Popen([sys.executable, "-c", MEMORY_OF_A_HOST, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        try:
-            assert host.stdout.readline() == b"ready\n"
-            yield f"mooncake://127.0.0.1:{port}"
-        finally:
-            host.kill()
-            host.wait()
 
 
 URLS: dict[str, Callable] = {"file": file_url, "tcp": tcp_url, "redis": redis_url, "s3": s3_url, "mooncake": mooncake_url}
