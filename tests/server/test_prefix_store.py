@@ -75,6 +75,7 @@ def test_a_server_in_mode_full_shares_its_prefixes_with_one_in_mode_verified(lau
     whole = [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
     found = check_stored(full, prompts, expected, whole)
     assert not any("kv_drafts" in each["meta_info"] for each in found), "SGLang decodes"
+    assert found[0]["meta_info"]["cached_tokens_details"]["storage_backend"] == "FileBackend"
     # The names of stored pages do not tell weights apart that a running server loads.
     with pytest.raises(OSError, match="400"):
         full.request("update_weights_from_disk", {"model_path": str(model)})
