@@ -95,6 +95,7 @@ def test_a_server_in_another_mode_shares_its_prefixes_with_one_in_mode_verified(
         whole = [(len(ids) - 1) // UNIT * UNIT for ids in prompts]
         found = check_stored(other, prompts, answers, whole, params)
         assert not any(each["meta_info"].get("kv_drafts") for each in found), "only mode verified drafts"
+        assert found[0]["meta_info"]["cached_tokens_details"]["storage_backend"].endswith("Backend")
         # The names of stored pages do not tell weights apart that a running server loads.
         with pytest.raises(OSError, match="400"):
             other.request("update_weights_from_disk", {"model_path": str(model)})

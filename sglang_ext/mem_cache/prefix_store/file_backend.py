@@ -208,7 +208,9 @@ class FileBackend:
             if not stat.S_ISREG(status.st_mode) or not wanted.offset + wanted.memory.nbytes <= status.st_size <= MAX_OBJECT_BYTES:
                 return False
             if time.time() - status.st_mtime > TOUCH_SECONDS:
-                os.utime(file)
+                # Another user's file may be read without being writable.
+                with suppress(OSError):
+                    os.utime(file)
             return _read_exactly(file, wanted.memory.cast("B"), wanted.offset)
         except OSError as error:
             raise StoreError(f"reading {wanted.name} from {self.folder}: {error.strerror}") from error

@@ -102,7 +102,7 @@ class RedisBackend:
             self._run("deleting objects", lambda keys=keys: self._client.unlink(*keys))
 
     def objects(self) -> Iterator[StoredObject]:
-        """All objects."""
+        """All objects. A listing is a use of each, so Redis then evicts in any order."""
         for some in _batches(self._keys()):
             # Times first: for Redis, the question for a size is a use.
             idle = self._pipeline("listing objects", [("OBJECT", "IDLETIME", key) for key in some], optional=True)

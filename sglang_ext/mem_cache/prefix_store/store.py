@@ -370,17 +370,25 @@ class PrefixStore:
         run.note(index, restored)
 
     def _request(self, kind: Availability, ask: Callable[[], Result], default: Result) -> Result:
-        """The answer of the backend; ``default`` if it fails. After a failure the store gets no request of this kind for a while."""
+        """The answer of the backend; ``default`` if it fails. After a failure the store gets no request of this kind for a while.
+
+        Raises:
+            ObjectError: ``ask`` found no object, or not the expected one. The backend works.
+        """
         if not kind.is_available:
             return default
         try:
             answer = ask()
-        except StoreError as error:
+        except ObjectError:
+            raise
+        except Exception as error:
+            # Also an error of a library that its backend does not know: it must not end the scheduler.
             with self._lock:
                 self.counters.errors += 1
                 is_first, kind.failed_until = not self._has_failed, time.monotonic() + RETRY_SECONDS
             if is_first:
-                logger.warning("sglang-ext: prefix store %s failed; %s: %s", self.url, kind.consequence, error)
+                is_unknown = not isinstance(error, StoreError)
+                logger.warning("sglang-ext: prefix store %s failed; %s: %s", self.url, kind.consequence, error, exc_info=is_unknown)
             return default
         with self._lock:
             # An answer to an earlier request does not end the pause. A full disk knows its objects and deletes them: only a new object

@@ -9,7 +9,6 @@ import torch
 from rank_threads import on_ranks
 from tiered_helpers import World, kv_of
 
-from sglang_ext.core import TPRanks
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import LaunchedTransfer, Transfer, TransferError, TransferTracker

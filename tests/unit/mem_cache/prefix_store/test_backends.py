@@ -329,6 +329,17 @@ class TestFolder:
         assert name(0) in left and name(11) in left and name(1) not in left and len(left) > 5
         assert store.statistics().size <= 100_000
 
+    def test_an_object_of_another_user_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_backend(f"file:{tmp_path}")
+        store.put(name(1), parts(content(1)))
+        os.utime(tmp_path / path(1), (1000, 1000))
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(os, "utime", refuse)
+        assert read(store, name(1), 0, 5000) == content(1)
+
     def test_an_object_larger_than_the_bound_is_refused_and_nothing_is_deleted(self, tmp_path: Path) -> None:
         store = open_backend(f"file:{tmp_path}", 10_000)
         store.put(name(1), parts(content(1, 7_000)))

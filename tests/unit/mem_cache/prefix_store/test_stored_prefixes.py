@@ -39,12 +39,13 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.inner, self.fails, self.is_full, self.reads, self.seconds = FileBackend(folder, 1 << 30), False, False, 0, 0.0
+        self.error = StoreError("connection refused")
         self.may_read = threading.Event()
         self.may_read.set()
 
     def _ask(self, name, *args):
         if self.fails:
-            raise StoreError("connection refused")
+            raise self.error
         return getattr(self.inner, name)(*args)
 
     def put(self, name, parts):
@@ -244,9 +245,10 @@ def hash_of(tokens, page):
     return get_hash_str(tokens[: page * UNIT], page_size=UNIT)[-1]
 
 
-def test_a_store_that_fails_costs_nothing_and_is_asked_again_later(worlds, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [StoreError("connection refused"), RuntimeError("an error of a library")], ids=["known", "unknown"])
+def test_a_store_that_fails_costs_nothing_and_is_asked_again_later(worlds, monkeypatch, caplog, error):
     world = worlds()
-    world.backend.fails = True
+    world.backend.fails, world.backend.error = True, error
     assert world.serve(PROMPT) == 0 and world.serve(PROMPT[:30] + PROMPT[:11]) == 0
     world.written()
     assert len([each for each in caplog.records if "failed" in each.message]) == 1 and world.store.counters.errors <= 2
