@@ -15,12 +15,12 @@ class Told:
     def __init__(self):
         self.links = self.again = 0
 
-    def add(self, name, count):
+    def count(self, name, number):
         assert name in ("kv_links", "kv_link_reconnects")
         if name == "kv_links":
-            self.links += count
+            self.links += number
         else:
-            self.again += count
+            self.again += number
 
 
 def reachability(told=None):
