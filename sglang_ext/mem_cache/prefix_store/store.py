@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WRITERS, READERS = 2, 4
-"""Threads that encode and write pages, and that read and decode them."""
+"""Threads that encode and write pages, and that read and decode them. As many look for pages and read anchors."""
 RETRY_SECONDS = 5.0
 """Time without requests to a store that failed."""
 RATE_DECAY = 0.8
@@ -200,6 +200,8 @@ class PrefixStore:
         self.counters = StoreCounters()
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="store-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read")
+        # Lookups and anchors, which do not wait for the residuals of earlier requests.
+        self._first_readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-read-first")
         self._lock = threading.Lock()
         self._reading = Availability("prompts are computed until it answers")
         self._writing = Availability("no page is written until it takes one")
@@ -237,7 +239,7 @@ class PrefixStore:
 
     def count_run(self, names: Sequence[str]) -> "Future[int]":
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
-        return self._readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
+        return self._first_readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
 
     def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone, anchors: PageDone | None = None) -> PageRun:
         """Restore pages in threads.
@@ -261,12 +263,12 @@ class PrefixStore:
                 self._read_residuals(run, pages, target, done)
 
         for index, page in enumerate(pages):
-            self._readers.submit(read_anchors, index, page)
+            self._first_readers.submit(read_anchors, index, page)
         return run
 
     def close(self) -> None:
         """End all threads, without the work that waits, and close the backend."""
-        for pool in (self._writers, self._readers):
+        for pool in (self._writers, self._first_readers, self._readers):
             pool.shutdown(cancel_futures=True)
         self.backend.close()
 

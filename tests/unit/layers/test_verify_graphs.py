@@ -78,6 +78,7 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
             "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None,
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": "snapkv", "disable_radix_cache": False,
             "kv_offload_draft_length": 64, "speculative_num_draft_tokens": 17, "disaggregation_mode": "null",
+            "kv_store": None,
         } | flags,
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=bs)),
     )  # fmt: skip
