@@ -115,7 +115,8 @@ def measure(server: BenchServer, prompt: Sequence[int], output_len: int, drafts:
 
     Returns:
         ``visible``: seconds from the request to each token. ``kept``: seconds to the first kept draft, None without one. ``stored``: tokens
-        from the store. ``accepted``: early drafts that were accepted, beside the first. ``output``: the tokens.
+        from the store. ``drafted``: whether it drafted while it waited. ``accepted``: drafts of these that were accepted, beside the first.
+        ``output``: the tokens.
     """
     params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": params, "stream": True, "return_logprob": not drafts}
@@ -127,7 +128,8 @@ def measure(server: BenchServer, prompt: Sequence[int], output_len: int, drafts:
     accepted = int(total(page, "sglang_ext:store_early_accepted_total"))
     stored = (event["meta_info"].get("cached_tokens_details") or {}).get("storage", 0)
     kept = total(page, "sglang_ext:store_early_seconds_total") if accepted else None
-    return {"visible": visible, "kept": kept, "stored": stored, "accepted": accepted, "output": event["output_ids"]}
+    drafted = total(page, "sglang_ext:store_early_requests_total") > 0
+    return {"visible": visible, "kept": kept, "stored": stored, "drafted": drafted, "accepted": accepted, "output": event["output_ids"]}
 
 
 def table_rows(found: dict[str, list[dict[str, Any]]], visible: int) -> Iterator[tuple[str, ...]]:
