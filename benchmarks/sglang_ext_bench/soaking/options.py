@@ -28,7 +28,7 @@ end it. Neither may hold much more memory at the end than after its warm-up.
 restarted and killed. The soak fails if no page is read from the store. So the prompts must exceed --pool-tokens and --kv-host-gb:
 
     sglang-ext-bench prompts --out prompts --tokenizer MODEL --count 4 --min-tokens 700 --max-tokens 700
-    sglang-ext-bench soak --model MODEL --prompts prompts --store FOLDER --store-mb 40 --pool-tokens 1900 --kv="--kv-host-gb 0.04"
+    sglang-ext-bench soak --model MODEL --prompts prompts --store FOLDER --store-mb 40 --limit 3 --pool-tokens 1900 --kv="--kv-host-gb 0.02"
 
 --mode lossy does not ask stock, because the answers are approximate. It checks the number and the length of the answers, and
 the log-probabilities of each token where a request asks for them.
