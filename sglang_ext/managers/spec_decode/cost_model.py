@@ -84,6 +84,13 @@ class RoundTimes(NamedTuple):
         return None if self.later_steps is None else self.later_steps / (self.num_plain_steps - 1)
 
     @property
+    def return_wait(self) -> float | None:
+        """Seconds that the device waited for the host before plain steps that follow drafts or a prefill; None if there was no measured wait."""
+        if self.num_draft_steps or self.follows_plain or self.later_steps is None:
+            return None
+        return max(0.0, self.whole - self.num_plain_steps * self.plain_step)
+
+    @property
     def draft_step(self) -> float:
         """Seconds of a draft step: the mean of those after the first one, for which the device waits, if there are any."""
         if self.later_steps is None:
@@ -202,7 +209,8 @@ class RoundCosts:
 
     ``weights``, ``token_bytes``: bytes of the model's weights, and of a token's full KV in all layers. ``share``: of a context's bytes that a
     draft step reads, approximately. ``widths``: tokens per request of the captured verification graphs, ascending; empty without graphs.
-    ``compressing``: seconds to create compressed KV, per context token.
+    ``compressing``: seconds to create compressed KV, per context token. ``return_wait``: seconds that the device waits for the host
+    when plain decoding goes on after drafts.
     """
 
     weights: float = 1.0
@@ -213,11 +221,14 @@ class RoundCosts:
     draft_times: MeasuredTimes = field(default_factory=MeasuredTimes)
     rest_times: MeasuredTimes = field(default_factory=MeasuredTimes)
     compressing: RecentTimes = field(default_factory=RecentTimes)
+    return_wait: RecentTimes = field(default_factory=RecentTimes)
     _base: ForwardTimeModel = field(default_factory=ForwardTimeModel)
 
     def observe(self, load: BatchLoad, spent: RoundTimes) -> None:
         """Record the seconds of a round."""
         if not spent.num_draft_steps:
+            if spent.return_wait is not None:
+                self.return_wait.times.append(spent.return_wait)
             if spent.plain_step:
                 self.plain_step_times.observe(TimeSample(load.coordinates, self._bytes(load), spent.plain_step))
                 self._base = self.plain_step_times.fit()

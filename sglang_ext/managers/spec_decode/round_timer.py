@@ -27,7 +27,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 HYSTERESIS, MIN_GAIN = 1.02, 1.03
 # Fewest and most draft steps of a probe: enough to measure a draft step, and few that may be lost.
 PROBE_DRAFTS = 2, 4
-# Share of the time that probes may lose, for compression and for rounds that gain less than plain steps.
+# Share of the time that probes may lose: compression, rounds that gain less than plain steps, and the wait before the next plain step.
 PROBE_SHARE = 0.01
 # While drafting pays, a plain step is measured after this number of draft steps.
 PLAIN_AFTER = 1024
@@ -87,7 +87,8 @@ class DraftLength:
         # A probe uses the short length with the smallest loss.
         least, most = (min(each, self.longest) for each in PROBE_DRAFTS)
         probe = least + int(rates[least : most + 1].argmax())
-        loss = max(0.0, costs.compressing_seconds(load) + seconds[probe] * (1 - rates[probe] / rates[0]))
+        slower = seconds[probe] * (1 - rates[probe] / rates[0])
+        loss = max(0.0, costs.compressing_seconds(load) + slower + costs.return_wait.seconds)
         # Save up seconds for one probe at most.
         self._allowance = min(self._allowance, loss)
         if self._allowance < loss:
