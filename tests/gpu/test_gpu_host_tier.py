@@ -220,11 +220,11 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     held, slots = made.tier.pool.pages.allocate(pages), slots_of(torch.randperm(pages))
     rate = HostLinkBandwidth()
     made.tier.store(slots, held).synchronize()
-    best = 0.0
+    best, launched = 0.0, float("inf")
     for _ in range(3):
         began = time.perf_counter()
         loaded = made.tier.load(held, slots)
-        launched = time.perf_counter() - began
+        launched = min(launched, time.perf_counter() - began)
         loaded.synchronize()
         assert loaded.outcome.failed == []
         best = max(best, loaded.size / loaded.outcome.seconds)

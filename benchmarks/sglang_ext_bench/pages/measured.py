@@ -112,12 +112,6 @@ def speeds(cell: Mapping[str, Row], arm: str, over: str = STOCK) -> list[float]:
     return [other / own for other, own in zip(cell[over]["steady_ms"], cell[arm]["steady_ms"])]
 
 
-def over_best_fixed(cell: Mapping[str, Row]) -> list[float]:
-    """Speed of `auto` in each wave over the fastest fixed length in that wave."""
-    fixed_times = [cell[arm]["steady_ms"] for arm in cell if arm not in (STOCK, AUTO)]
-    return [min(others) / own for own, *others in zip(cell[AUTO]["steady_ms"], *fixed_times)]
-
-
 def times(arm: str) -> Callable[[Mapping[str, Row]], Cell]:
     """Column of an arm's milliseconds per token, by wave."""
     return lambda cell: pairs(cell[arm]["steady_ms"])
@@ -203,7 +197,7 @@ def ratio(index: int) -> Callable[[tuple[str, list[float]]], Cell]:
 
 DESCRIPTIONS = {
     "auto-cells": Description(
-        "auto-cells.json", cells_of_arms, auto_columns("7", "15") | {"over the best fixed length": lambda cell: pairs(over_best_fixed(cell))}
+        "auto-cells.json", cells_of_arms, auto_columns("15") | {"over 15 drafts": lambda cell: pairs(speeds(cell, AUTO, "15"))}
     ),
     "speed": Description(
         "decode-32k.json", speed_rows, {"": column(0), "8 at once": column(1), "16 at once": column(2)}
