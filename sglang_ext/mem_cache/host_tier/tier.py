@@ -13,6 +13,7 @@ from functools import cached_property, partial
 
 import numpy as np
 import torch
+from numba import njit
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -72,12 +73,25 @@ class PageChecksums:
             tables = buffers.key_table, buffers.value_table
             return page_checksum(*tables, words, slots, self.token_weights, self.column_weights)
         sums = slots.new_zeros(len(slots) // self.page_size)
-        for layer, pair in enumerate(zip(buffers.keys, buffers.values)):
-            for weights, buffer in zip(self.token_weights[layer], pair):
-                words = as_words(buffer, SUMMED_WORD)[slots].long()
-                of_token = (words * self.column_weights).sum(1).view(-1, self.page_size)
-                sums += (of_token * weights).sum(1)
+        for weights, *pair in zip(self.token_weights, buffers.keys, buffers.values):
+            for of_token, buffer in zip(weights, pair):
+                words = as_words(buffer, SUMMED_WORD).numpy()
+                _add_checksums(words, slots.numpy(), self.column_weights.numpy(), of_token.numpy(), sums.numpy())
         return sums
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_checksums(words: np.ndarray, slots: np.ndarray, column_weights: np.ndarray, token_weights: np.ndarray, sums: np.ndarray) -> None:
+    """Add the weighted sums of one buffer's pages to ``sums``, int64 [pages], modulo 2**64.
+
+    ``words``: integers [slots, words of a row]. ``slots``, the weights: int64 [pages * page_size], [words of a row] and [page_size].
+    """
+    for page in range(len(sums)):
+        for place, token_weight in enumerate(token_weights):
+            row, of_token = words[slots[page * len(token_weights) + place]], np.int64(0)
+            for column, weight in enumerate(column_weights):
+                of_token += np.int64(row[column]) * weight
+            sums[page] += of_token * token_weight
 
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. They are large enough that copying half of them takes

@@ -101,10 +101,13 @@ def decode_page(
     outs = PageTensors.from_tensors(outs)
     outs.check(layout, slots)
     raw = [layout.is_raw(len(anchor)) for anchor in anchors]
-    where = slice(None) if slots is None else slots
     for part in (part for part, is_raw in enumerate(raw) if is_raw):
         page = anchors[part][-layout.tokens * layout.channels * layout.dtype.itemsize :]
-        outs.tensors[part][where] = page.clone().view(layout.dtype).view(layout.tokens, layout.channels)
+        if slots is None:
+            outs.tensors[part].view(torch.uint8).copy_(page.view(layout.tokens, -1))
+        else:
+            # The bytes may not be aligned as the dtype needs.
+            outs.tensors[part][slots] = page.clone().view(layout.dtype).view(layout.tokens, layout.channels)
     coded = [part for part, is_raw in enumerate(raw) if not is_raw]
     if residuals is not None and layout.reference == "int8":
         wrong = [len(residuals[part]) for part in coded if len(residuals[part]) != layout.int8_bytes]
