@@ -3,8 +3,10 @@
 There is no :class:`~sglang_ext.managers.worker.KVWorker`, and no function of SGLang is hooked.
 """
 
-from typing import TYPE_CHECKING
 
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError, TPRanks
 from sglang_ext.layers.forward import attention_scaling
 from sglang_ext.managers.feature import Feature
@@ -12,15 +14,10 @@ from sglang_ext.managers.kv_offload.feature import HostOffload, attach_host_tier
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.prefix_storage import PrefixStorage, attach_store, store_values
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_ext.config.rules import KVServerArgs
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
-def attach_storage(tree: "TieredRadixCache", args: "KVServerArgs", model_runner: "ModelRunner") -> None:
+def attach_storage(tree: TieredRadixCache, args: KVServerArgs, model_runner: ModelRunner) -> None:
     """Let the prefix tree of a stock server use host memory and, with ``--kv-store``, a prefix store. Report their metrics.
 
     Raises:

@@ -2,24 +2,21 @@
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_ext.config import options
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError, TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
 from sglang_ext.mem_cache.prefix_store.store import PrefixStore
 from sglang_ext.mem_cache.scores import model_folder, model_key
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
-
-    from sglang_ext.config.rules import KVServerArgs
-    from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +43,12 @@ class PrefixStorage(Feature):
         "store_early_accepted": ("Accepted drafts of the first verifications of these requests.",),
     }
     _stored: StoredPrefixes
-    _drafter: "EarlyDrafter | None" = None
+    _drafter: EarlyDrafter | None = None
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> None:
+    def full_kv_provider(self, worker: Worker, tree_cache: TieredRadixCache) -> None:
         """Attach the store to the prefix tree, which has its host tier. Errors are those of :func:`attach_store`."""
         args = self.args
         if options.drafts_on_stored_anchors(args):
-            from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
-
             self._drafter = EarlyDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
         self._stored = attach_store(tree_cache, args, worker.buffers, worker.ranks, self._drafter)
 
@@ -81,7 +76,7 @@ def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
 
 
 def attach_store(
-    tree: "TieredRadixCache", args: "KVServerArgs", buffers: KVBuffers, ranks: TPRanks, drafter: "EarlyDrafter | None" = None
+    tree: TieredRadixCache, args: KVServerArgs, buffers: KVBuffers, ranks: TPRanks, drafter: EarlyDrafter | None = None
 ) -> StoredPrefixes:
     """Let the prefix tree, which has its host tier, write to a prefix store and read from it.
 
@@ -112,7 +107,7 @@ def attach_store(
     return tree.stored
 
 
-def refuse_weight_updates(worker: "TpModelWorker") -> None:
+def refuse_weight_updates(worker: TpModelWorker) -> None:
     """Let SGLang's worker refuse new weights: the names of stored pages are those of the weights at start."""
 
     def refuse(recv_req: object) -> tuple[bool, str]:
@@ -122,7 +117,7 @@ def refuse_weight_updates(worker: "TpModelWorker") -> None:
         setattr(worker, name, refuse)
 
 
-def model_identity(args: "KVServerArgs") -> str:
+def model_identity(args: KVServerArgs) -> str:
     """Text that differs between servers whose KV of equal tokens differs by more than rounding."""
     weights = model_key(model_folder(args.model_path, args.revision))
     return f"{weights} {args.dtype} {args.quantization} {args.torchao_config} {args.json_model_override_args}"

@@ -4,9 +4,9 @@ Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. Then t
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
@@ -24,11 +24,7 @@ from sglang_ext.managers.spec_decode.request_states import RequestStates, fallba
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ class KVWorker(BaseSpecWorker):
         self.ranks = TPRanks.from_group(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first, self.features)
         self.attentions = AttentionOverrides()
-        self.graphs: "graph_capture.VerifyGraphSet | None" = None
+        self.graphs: graph_capture.VerifyGraphSet | None = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
         graph_capture.prepare_backends(self.model_runner)
@@ -116,7 +112,7 @@ class KVWorker(BaseSpecWorker):
             feature.on_graphs_captured(self)
 
     @torch.no_grad()
-    def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
+    def bind_tree_cache(self, tree_cache: TieredRadixCache) -> None:
         """Create the compressed KV cache and the decode loop. SGLang has created the prefix tree, and serves no request yet.
 
         Compiles kernels, starts cache ranks, and attaches host memory and the prefix store to the tree.
@@ -145,11 +141,11 @@ class KVWorker(BaseSpecWorker):
         """Maximum number of running requests."""
         return min(self._rows - 1, self.server_args.max_running_requests or self._rows)
 
-    def method_of(self, req: "Req") -> CompressionMethod | None:
+    def method_of(self, req: Req) -> CompressionMethod | None:
         """The compression method of a waiting request; None if it is served with full KV."""
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
-    def _create_compressed_kv(self, tree_cache: "TieredRadixCache") -> CompressedKVCache:
+    def _create_compressed_kv(self, tree_cache: TieredRadixCache) -> CompressedKVCache:
         args, allocator = self.server_args, self.token_to_kv_pool_allocator
         methods = copy_methods(args, self.methods.methods, allocator.page_size, self.layout)
         return CompressedKVCache(
@@ -192,7 +188,7 @@ class KVWorker(BaseSpecWorker):
         """Update the target model. SGLang calls the draft worker, if there is one."""
         return self.target_worker.update_weights_from_tensor(recv_req)
 
-    def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    def forward_batch_generation(self, batch: ScheduleBatch, on_publish=None) -> GenerationBatchResult:
         """Run one iteration of SGLang's scheduler: a prefill as in SGLang, or a decode round."""
         self.compressed_kv.poll()
         if batch.tree_cache.freed_full_kv is not None:
@@ -201,7 +197,7 @@ class KVWorker(BaseSpecWorker):
         self.requests.record_result(batch, result)
         return result
 
-    def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
+    def _forward(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
             return self.loop.prefill(batch, on_publish)
         if not batch.forward_mode.is_idle():
@@ -210,7 +206,7 @@ class KVWorker(BaseSpecWorker):
         result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
         return result
 
-    def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
+    def account(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Count the outcome of a decode round, once it is on the host."""
         self.loop.account(batch, result)
         self._observe_pool()
