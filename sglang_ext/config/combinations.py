@@ -11,11 +11,6 @@ from sglang_ext.mem_cache.compressors import catalogue
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
 PASS_BACKEND = f"pass {BACKEND_OPTION} with --disaggregation-mode prefill or decode"
 
-
-def _names_kvzip(args: KVServerArgs) -> bool:
-    return catalogue.KVZIP in drop_methods(args)
-
-
 HAS_PROGRESSIVE_TRANSFER = Condition(
     BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND
 )
@@ -62,11 +57,11 @@ IS_NOT_PREFILL_SERVER = Condition(
     "--disaggregation-mode is prefill, which has no decode steps", "pass that to the decode server",
 )
 HAS_ONLINE_METHOD = Condition(
-    "--kv-compressor kvzip or kvzap", lambda args: _names_kvzip(args) or catalogue.KVZAP in drop_methods(args),
+    "--kv-compressor kvzip or kvzap", lambda args: not drop_methods(args).isdisjoint((catalogue.KVZIP, catalogue.KVZAP)),
     "--kv-compressor is {args.kv_compressor}", f"pass --kv-compressor {catalogue.KVZIP}",
 )
 NEEDS_ONLINE_METHOD = Condition(
-    "", lambda args: _names_kvzip(args) or bool(args.kv_host_gb),
+    "", lambda args: catalogue.KVZIP in drop_methods(args) or bool(args.kv_host_gb),
     "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
 )
 

@@ -19,23 +19,13 @@ import torch
 import zmq
 
 from sglang_ext import serve_pd
-from sglang_ext.config import (
-    disaggregation_options,
-    model_folder,
-    model_options,
-    options,
-)
+from sglang_ext.config import disaggregation_options, model_folder, model_options, options
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.activation import find_problem, is_patched_fork
 from sglang_ext.hooks.table import Hook, PrivateName
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import (
-    VERSION,
-    Attach,
-    BufferShape,
-    RotaryParameters,
-)
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -163,9 +153,7 @@ def check_attention_backends() -> Check:
 def has_fa3() -> bool:
     """Whether SGLang's kernels contain FlashAttention-3. They are not loaded for this check."""
     spec = find_spec("sgl_kernel")
-    return spec is not None and any(
-        any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations
-    )
+    return spec is not None and any(any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations)
 
 
 def check_transfer() -> Check:

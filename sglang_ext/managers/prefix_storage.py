@@ -62,17 +62,12 @@ class PrefixStorage(Feature):
 
 def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
     """Values of the metrics of a prefix store."""
-    counters = stored.store.counters
     yield "store_hit_pages", stored.hits
     yield "store_miss_pages", stored.misses
     yield "store_slower", stored.skipped_slow
     yield "store_dropped_pages", stored.dropped
-    yield "store_written_pages", counters.written_pages
-    yield "store_written_bytes", counters.written_bytes
-    yield "store_read_bytes", counters.read_bytes
-    yield "store_read_seconds", counters.read_seconds
-    yield "store_bad_pages", counters.bad_pages
-    yield "store_errors", counters.errors
+    for name, value in vars(stored.store.counters).items():
+        yield f"store_{name}", value
 
 
 def attach_store(
