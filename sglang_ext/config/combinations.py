@@ -4,7 +4,7 @@ from sglang_ext.config import options
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.disaggregation_options import ROLE_REFUSALS, quantized_transfer_settings
 from sglang_ext.config.method_options import drop_methods
-from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
+from sglang_ext.config.rules import Condition, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 from sglang_ext.mem_cache.compressors import catalogue
 
