@@ -9,7 +9,7 @@ from sglang_ext.config import options
 from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError, TPRanks
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
-from sglang_ext.managers.spec_decode.early_drafts import EarlyDrafter
+from sglang_ext.managers.spec_decode.early_drafts import AnchorDrafter
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -43,13 +43,13 @@ class PrefixStorage(Feature):
         "store_early_accepted": ("Accepted drafts of the first verifications of these requests.",),
     }
     _stored: StoredPrefixes
-    _drafter: EarlyDrafter | None = None
+    _drafter: AnchorDrafter | None = None
 
     def full_kv_provider(self, worker: Worker, tree_cache: TieredRadixCache) -> None:
         """Attach the store to the prefix tree, which has its host tier. Errors are those of :func:`attach_store`."""
         args = self.args
         if options.drafts_on_stored_anchors(args):
-            self._drafter = EarlyDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
+            self._drafter = AnchorDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
         self._stored = attach_store(tree_cache, args, worker.buffers, worker.ranks, self._drafter)
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
@@ -71,7 +71,7 @@ def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
 
 
 def attach_store(
-    tree: TieredRadixCache, args: KVServerArgs, buffers: KVBuffers, ranks: TPRanks, drafter: EarlyDrafter | None = None
+    tree: TieredRadixCache, args: KVServerArgs, buffers: KVBuffers, ranks: TPRanks, drafter: AnchorDrafter | None = None
 ) -> StoredPrefixes:
     """Let the prefix tree, which has its host tier, write to a prefix store and read from it.
 

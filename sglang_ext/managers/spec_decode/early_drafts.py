@@ -62,8 +62,8 @@ class WaitingRequest:
     drafts: list[torch.Tensor] = field(default_factory=list)
 
 
-class EarlyDrafter:
-    """Drafts for waiting requests of one rank. All ranks call the methods in the same order. ``max_pending``: limit of a request's pending drafts.
+class AnchorDrafter:
+    """Drafts for waiting requests of one rank, as :class:`EarlyDrafter` of stored_prefixes.py. ``max_pending``: limit of a request's pending drafts.
 
     Attributes:
         requests: Requests that drafted while they waited.
@@ -92,13 +92,7 @@ class EarlyDrafter:
         return is_plain and has_room and is_token_only(req) and min(self._max_drafts, params.max_new_tokens) > 1
 
     def start(self, req: Req, begin: int, host_pages: torch.Tensor, since: float) -> None:
-        """Load the anchors of a request, unless slots are missing. Returns when the host pages may be overwritten.
-
-        Args:
-            begin: Tokens before the anchors, which the tree had.
-            host_pages: int64 [pages], the anchors of the tokens from ``begin`` on.
-            since: When the request arrived, in seconds of ``time.monotonic``.
-        """
+        """Load the anchors of a request, unless slots are missing. Returns when the host pages may be overwritten."""
         tree, prompt = self._tree, list(req.origin_input_ids)
         nodes = tree.nodes.walk(RadixKey(req.origin_input_ids[:begin], req.extra_key)) if begin else []
         node = nodes[-1] if nodes else tree.nodes.root
