@@ -11,9 +11,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
 PASS_BACKEND = f"pass {BACKEND_OPTION} with --disaggregation-mode prefill or decode"
 
-HAS_PROGRESSIVE_TRANSFER = Condition(
-    BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND
-)
+HAS_PROGRESSIVE_TRANSFER = Condition(BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND)
 HAS_TIMELINE = Condition(
     f"{BACKEND_OPTION} or --kv-cache-ranks",
     lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.num_cache_ranks(args) > 0),
@@ -71,9 +69,7 @@ SESSION = "a session keeps slots beyond a request"
 RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
 
 CACHES: tuple[Refusal, ...] = (
-    Refusal(
-        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), OTHER_TREE, "leave it out"
-    ),
+    Refusal("--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), OTHER_TREE, "leave it out"),
     refuse_if_set("enable_hierarchical_cache", OTHER_TREE, dependent_fields=fields_with_prefix("hicache_")),
     refuse_if_set("enable_lmcache", OTHER_TREE, dependent_fields=("lmcache_config_file",)),
     refuse_if_set("enable_flexkv", OTHER_TREE, dependent_fields=("flexkv_config_file",)),
@@ -144,17 +140,13 @@ REFUSALS: tuple[Refusal, ...] = (
     refuse_if_set("torchao_config", "quantized weights are untested"),
     refuse_if_set("is_embedding", "embeddings are not decoded"),
     at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
-    at_most_one(
-        "detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"
-    ),
+    at_most_one("detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"),
     Refusal(
         "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
         "use --grpc-port, which serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
     ),
     refuse_env_var("SGLANG_RUST_SERVER", TOKENIZER),
-    refuse_if_set(
-        "encoder_only", "an encoder decodes nothing", dependent_fields=("language_only", "enable_adaptive_dispatch_to_encoder")
-    ),
+    refuse_if_set("encoder_only", "an encoder decodes nothing", dependent_fields=("language_only", "enable_adaptive_dispatch_to_encoder")),
     refuse_if_set(
         "enable_torch_compile", "drafts and verifications are untested as compiled code",
         dependent_fields=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),

@@ -85,9 +85,7 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
             )
 
 
-def check_request(
-    original: Callable, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int] | None
-) -> None:
+def check_request(original: Callable, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int] | None) -> None:
     """Hook around ``TokenizerManager._validate_one_request``: refuses requests that the scheduler cannot serve (``ValueError``).
 
     A body with several requests, or with ``n`` above 1, was split. ``original``, SGLang's checks, is called after the checks of types.

@@ -137,9 +137,7 @@ def _advance_grammars_last(original: Callable, processor, batch: ScheduleBatch, 
     tokens = [row[:count] for row, count in zip(tokens, result.accept_lens.tolist())]
     result.grammar_advanced, result.grammar_retained_tokens = True, tokens
     # Tokens of a retracted request are dropped, and decoded again.
-    open_grammars = [
-        (req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished() and not req.is_retracted
-    ]
+    open_grammars = [(req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished() and not req.is_retracted]
     original(processor, batch, result)
     for req, row in open_grammars:
         processor._accept_grammar_tokens(req, row)

@@ -3,7 +3,6 @@
 There is no :class:`~sglang_ext.managers.worker.KVWorker`, and no function of SGLang is hooked.
 """
 
-
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_ext.config.rules import KVServerArgs

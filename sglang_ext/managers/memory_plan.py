@@ -327,4 +327,3 @@ class ReservedMemory:
         plan = self._planner.plan(requests, tokens, min(requests, self._rings))
         logger.info("sglang-ext: %s", plan)
         return plan
-

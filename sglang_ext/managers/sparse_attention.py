@@ -1,6 +1,5 @@
 """Sparse attention: methods that select the tokens of each step on the model's own GPU or CPU. For cache ranks see cache_rank/feature.py."""
 
-
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import selection_options

@@ -226,9 +226,7 @@ def split_texts(texts: list[list[TextPiece]], share: float) -> TextSplit:
     return TextSplit(sorted(learned - held), sorted(held), len(named) - count)
 
 
-def fit(
-    sampler: Sampler, training: TrainingConfig, parts: TextSplit, layers: int, device: torch.device, progress: Callable[[], None]
-) -> Predictor:
+def fit(sampler: Sampler, training: TrainingConfig, parts: TextSplit, layers: int, device: torch.device, progress: Callable[[], None]) -> Predictor:
     """Fit a predictor to the samples that ``sampler`` wrote, on ``device``, for a model with ``layers`` layers.
 
     Calls ``progress`` after each layer. Layers of an interrupted run are reused.

@@ -41,9 +41,7 @@ PLACEMENT_INTERVAL = 8
 class DecodeLoop:
     """Runs the decode rounds of a worker's batches."""
 
-    def __init__(
-        self, worker: Worker, round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport
-    ):
+    def __init__(self, worker: Worker, round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport):
         self.worker = worker
         self.round_timer = round_timer
         self.steps = steps
