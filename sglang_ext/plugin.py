@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-ARGUMENTS = "sglang.srt.server_args.ServerArgs"
-
 
 def register() -> None:
     """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend. A patched fork contains them."""
@@ -30,7 +28,7 @@ def register() -> None:
         return
     from sglang_ext.arguments import CheckedServerArgs
 
-    HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs", CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.

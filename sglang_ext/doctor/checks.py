@@ -297,14 +297,10 @@ def describe_gpus() -> str:
         return "no GPU: ranks select on CPU cores"
     if count == 1:
         return "one GPU, on which a second stream selects instead of ranks"
-    without = [f"{first} and {second}" for first, second in combinations(range(count), 2) if not _are_peers(first, second)]
+    can_read = torch.cuda.can_device_access_peer
+    without = [f"{one} and {other}" for one, other in combinations(range(count), 2) if not (can_read(one, other) and can_read(other, one))]
     peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
     return f"{count} GPUs, {peers}"
-
-
-def _are_peers(first: int, second: int) -> bool:
-    """Whether both GPUs can read the other's memory."""
-    return torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
 
 
 def check_prefix_store(url: str) -> Check:

@@ -13,9 +13,8 @@ from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_si
 
 from sglang_ext.config import options
 from sglang_ext.config.rules import KVServerArgs
-from sglang_ext.layers.attention import torch_native
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
-from sglang_ext.layers.forward import AttentionOverride, use_plain_decoding
+from sglang_ext.layers.forward import AttentionOverride
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
@@ -26,12 +25,6 @@ logger = logging.getLogger(__name__)
 
 # FlashInfer's name of the plan's memory, in all of its wrappers.
 PLAN = "_pin_memory_int_workspace_buffer"
-
-
-def prepare_backends(model_runner: ModelRunner) -> None:
-    """Let SGLang create backends and graphs of plain decoding, with one token per request, and our ``torch_native`` backend."""
-    use_plain_decoding(model_runner)
-    torch_native.register()
 
 
 def capture_verify_graphs(

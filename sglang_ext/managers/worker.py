@@ -13,7 +13,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options
 from sglang_ext.core import EARLY_ROWS, TPRanks
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
+from sglang_ext.layers.attention import torch_native
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, use_plain_decoding
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
@@ -53,7 +54,9 @@ class KVWorker(BaseSpecWorker):
         self.graphs: graph_capture.VerifyGraphSet | None = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        graph_capture.prepare_backends(self.model_runner)
+        # SGLang creates its backends and graphs for one token per request.
+        use_plain_decoding(self.model_runner)
+        torch_native.register()
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)

@@ -45,6 +45,8 @@ def is_taken(port: int) -> bool:
 class ServerClient:
     """Sends requests to a server on a TCP port of this machine. ``request_timeout``: time limit of one request, in seconds."""
 
+    health_path = "health"
+
     def __init__(self, port: int, request_timeout: float = 1800.0) -> None:
         self.port = port
         self.request_timeout = request_timeout
@@ -80,9 +82,9 @@ class ServerClient:
             raise ConnectionError(f"the response is incomplete: {error!r}") from error
 
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether ``GET /health`` succeeds within ``timeout`` seconds."""
+        """Whether a GET request to :attr:`health_path` succeeds within ``timeout`` seconds."""
         try:
-            self.request("health", timeout=timeout)
+            self.request(self.health_path, timeout=timeout)
         except OSError:
             return False
         return True
