@@ -20,7 +20,6 @@ import zmq
 
 from sglang_ext import serve_pd
 from sglang_ext.config import disaggregation_options, model_folder, model_options, options
-from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.activation import find_problem, is_patched_fork
 from sglang_ext.hooks.table import Hook, PrivateName
@@ -160,7 +159,7 @@ def check_transfer() -> Check:
     """Check which transfer backends (``--disaggregation-transfer-backend``) work, and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
     obstacles = {name: disaggregation_options.transport_obstacle(name) for name in disaggregation_options.TRANSPORTS}
-    found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
+    found = [f"{options.BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
     # Of SGLang's own backends, the one that any machine could have.
     lacking = obstacles[disaggregation_options.MOONCAKE_TCP]
     return Check("KV transfer", True, ", ".join(found) + (f"; not {disaggregation_options.MOONCAKE_TCP}: {lacking}" if lacking else ""))

@@ -15,7 +15,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
-from sglang_ext.config.options import QUANTIZED
 from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import TPRanks
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
@@ -122,7 +121,7 @@ class Feature:
 
 def _uses_quantized_attention(args: KVServerArgs) -> bool:
     """Whether full KV is freed once quantized blocks hold all tokens, or prompts attend to quantized KV."""
-    if args.kv_prefill == QUANTIZED:
+    if args.kv_prefill == options.QUANTIZED:
         return True
     frees = args.kv_mode == "lossy" and options.why_full_kv_stays(args) is None
     return frees and any(offer.quant_method for offer in offered_methods(args))

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_ext.config import options
-from sglang_ext.config.options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
 from sglang_ext.layers.kernels.packed import integer_prefill
@@ -30,7 +29,7 @@ class QuantizedAttention(Feature):
 
     def planned_bytes(self, planner: MemoryPlanner, requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
-        if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
+        if not planner.on_gpu or self.args.kv_prefill != options.QUANTIZED:
             return {}
         model, quantizer = planner.model, next(m.quantizer for m in planner.served.methods if m.quantizer is not None)
         partition = quantizer.partition
@@ -45,7 +44,7 @@ class QuantizedAttention(Feature):
         Raises:
             OptionError: The kernels do not support the model's heads.
         """
-        if self.args.kv_prefill != QUANTIZED:
+        if self.args.kv_prefill != options.QUANTIZED:
             return
         self.prefill = QuantizedPrefill(worker.layout.layout, worker.buffers.first_head)
         if worker.buffers.on_gpu:

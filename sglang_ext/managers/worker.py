@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class KVWorker(BaseSpecWorker):
-    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features (feature.py) add optional capabilities."""
+    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features read what ``Worker`` of feature.py lists."""
 
     @exit_on_refusal
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
         super().__init__()
         self.server_args = server_args
-        self._target_worker = target_worker
+        # The target model drafts.
+        self._target_worker, self._draft_worker = target_worker, None
         # SGLang creates the prefix tree later, with the target worker at hand (plugin.py:create_tree).
         target_worker.kv_worker = self
         self.model_runner = target_worker.model_runner
@@ -63,13 +64,7 @@ class KVWorker(BaseSpecWorker):
         self.memory = ReservedMemory(planner, self.model_runner)
 
     def feature(self, kind: type[FeatureType]) -> FeatureType | None:
-        """The feature of this class; None if no flag enables it."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
-
-    @property
-    def draft_worker(self) -> None:
-        """None: the target model drafts."""
-        return None
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -141,11 +136,9 @@ class KVWorker(BaseSpecWorker):
 
     @property
     def max_requests(self) -> int:
-        """Maximum number of running requests."""
         return min(self._rows - 1, self.server_args.max_running_requests or self._rows)
 
     def method_of(self, req: Req) -> CompressionMethod | None:
-        """The compression method of a waiting request; None if it is served with full KV."""
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
     def _create_compressed_kv(self, tree_cache: TieredRadixCache) -> CompressedKVCache:

@@ -11,9 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang_ext import flag_checks
 from sglang_ext.arguments import CheckedServerArgs
 from sglang_ext.config import disaggregation_options, method_options, options, selection_options
-from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.model_folder import kv_shape, read_config
-from sglang_ext.config.options import BACKEND
 from sglang_ext.config.rules import option
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.wire import options_mismatch
@@ -100,7 +98,7 @@ def _head_dim(model: Path) -> int | None:
 
 def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse a prefill and a decode server that cannot transfer KV to each other. Each server is a name and its arguments."""
-    has_links = one[1].disaggregation_transfer_backend == BACKEND
+    has_links = one[1].disaggregation_transfer_backend == options.BACKEND
     flags = ("disaggregation_transfer_backend", *(EQUAL_LINK_FIELDS if has_links else ()))
     compared = {flag: [getattr(args, flag) for _, args in (one, other)] for flag in flags}
     # With different page sizes SGLang's decode server crashes at the first request. Without a flag a page has one token. In mode full SGLang
@@ -113,7 +111,7 @@ def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedSer
             raise CommandError(f"{option(flag)} is {values[0]} of the server {one[0]} and {values[1]} of the server {other[0]}: give both the same")
     if has_links:
         _check_pools_and_keys(one, other)
-    quantized = [quantized_transfer_settings(args) for _, args in (one, other)]
+    quantized = [disaggregation_options.quantized_transfer_settings(args) for _, args in (one, other)]
     if quantized[0] != quantized[1]:
         raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*quantized)}")
 
