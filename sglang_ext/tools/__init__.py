@@ -1,4 +1,4 @@
-"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, fit KVzap, score documents."""
+"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, score documents."""
 
 import math
 import shlex
