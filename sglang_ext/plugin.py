@@ -61,9 +61,9 @@ def create_tree(context: "TreeCacheBuildContext") -> "TieredRadixCache":
     if args.kv_mode != "full":
         worker.kv_worker.bind_tree_cache(tree)
     elif args.kv_host_gb:
-        from sglang_ext.managers.full_mode import attach_storage
+        from sglang_ext.managers.prefix_storage import attach_in_full_mode
 
-        attach_storage(tree, args, worker.model_runner)
+        attach_in_full_mode(tree, args, worker.model_runner)
     if tree.stored is not None:
         from sglang_ext.managers.prefix_storage import refuse_weight_updates
 

@@ -1,14 +1,21 @@
-"""Prefix store: full KV of prefixes outside the server (``--kv-store``), which other servers and later runs read instead of computing it."""
+"""Prefix store: full KV of prefixes outside the server (``--kv-store``), which other servers and later runs read instead of computing it.
+
+With ``--kv-host-gb`` a server in mode ``full`` has it too, behind host memory. SGLang decodes there, and no function of it is hooked.
+"""
 
 import logging
 from collections.abc import Iterator
 
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_ext.config import options
 from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError, TPRanks
+from sglang_ext.layers.forward import attention_scaling
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.managers.kv_offload.feature import HostOffload, attach_host_tier, host_values
+from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.early_drafts import AnchorDrafter
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
@@ -100,6 +107,33 @@ def attach_store(
     tree.stored = StoredPrefixes(tree.host, PrefixStore(backend, args.kv_store), form, ranks, drafter)
     logger.info("sglang-ext: prefixes are shared through %s, as %s pages of %d tokens", args.kv_store, form.form, form.page_size)
     return tree.stored
+
+
+def attach_in_full_mode(tree: TieredRadixCache, args: KVServerArgs, model_runner: ModelRunner) -> None:
+    """Let the prefix tree of a stock server use host memory and, with ``--kv-store``, a prefix store. Report their metrics.
+
+    Raises:
+        OptionError: The pool's layers differ, the host has too little memory, or the store cannot be reached.
+    """
+    ranks = TPRanks.from_group(model_runner.tp_group)
+    buffers = KVBuffers.from_pool(model_runner.token_to_kv_pool, attention_scaling(model_runner.model))
+    try:
+        attach_host_tier(tree, args, buffers, ranks, model_runner.forward_stream)
+    except ValueError as error:
+        raise OptionError(f"--kv-host-gb {args.kv_host_gb:g}: {error}; leave --kv-host-gb out") from error
+    sources: list[Feature] = [HostOffload(args)]
+    if args.kv_store is not None:
+        attach_store(tree, args, buffers, ranks)
+        sources.append(PrefixStorage(args))
+    metrics = KVMetrics.create(args, ranks.first, sources)
+
+    def observe(row: int) -> None:
+        metrics.observe(host_values(tree.host))
+        if tree.stored is not None:
+            metrics.observe(store_values(tree.stored))
+
+    # A request ended: there is no other call that comes regularly.
+    tree.bind(compressed_kv=None, ended=observe)
 
 
 def refuse_weight_updates(worker: TpModelWorker) -> None:
