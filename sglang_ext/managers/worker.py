@@ -22,7 +22,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
-from sglang_ext.managers.spec_decode.round_result import KVDraftInput
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, RoundResult
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -203,8 +203,9 @@ class KVWorker(BaseSpecWorker):
         return result
 
     def account(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        """Count the outcome of a decode round, once it is on the host."""
-        self.loop.account(batch, result)
+        """Count the outcome of a decode round, once it is on the host. Ignores results of other forwards."""
+        if isinstance(result, RoundResult):
+            self.loop.report.account(batch, result)
         self._observe_pool()
 
     def _observe_pool(self) -> None:

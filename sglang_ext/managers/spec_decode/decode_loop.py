@@ -66,11 +66,6 @@ class DecodeLoop:
         self.round_timer.interrupt()
         return result
 
-    def account(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        """Count the outcome of a round, once it is on the host. Ignores results of other forwards."""
-        if isinstance(result, RoundResult):
-            self.report.account(batch, result)
-
     def decode(self, batch: ScheduleBatch, on_publish: PublishLengths | None = None) -> RoundResult:
         """Run one round of the unfinished requests of ``batch``. Loads of full KV are launched while it runs."""
         with self.provider.deferring_loads():
