@@ -20,8 +20,7 @@ from pathlib import Path
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.tools import LAST_PORT, ROLES, CommandError, seconds, split_flags
-from sglang_ext.tools.server_client import HOST, free_port, is_taken
-from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
+from sglang_ext.tools.server_process import HOST, ServerProcess, check_servers, free_port, is_taken, leave_on_signals, stop_all, stop_together
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"

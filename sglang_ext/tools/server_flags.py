@@ -15,14 +15,12 @@ from sglang_ext.config.model_folder import kv_shape, read_config
 from sglang_ext.config.rules import option
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.wire import options_mismatch
-from sglang_ext.tools import PROMPT_LENGTH_OPTION, ROLES, CommandError
+from sglang_ext.tools import ROLES, CommandError
 
 EQUAL_LINK_FIELDS = ("kv_reference", "kv_bench_codec", "tp_size")
 """Server arguments that must be equal for a prefill and a decode server with transfer backend ``progressive``."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 """Names of ``--dtype`` and ``--kv-cache-dtype`` with the same meaning."""
-RESERVED_TOKENS = 2
-"""Tokens of the context that SGLang's scheduler does not use. It silently shortens longer outputs."""
 CONFIG = "--config"
 """SGLang's flag for a file with further flags, which only the server reads."""
 
@@ -37,7 +35,7 @@ class _UnresolvedArgs(CheckedServerArgs):
             flag_checks.check_device(self)
 
 
-def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
+def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     """Check the flags of several servers, as :func:`sglang_ext.tools.server_process.check_servers` in another process."""
     load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
     parser = argparse.ArgumentParser(add_help=False)
@@ -61,27 +59,12 @@ def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0,
             by_role.setdefault(args.disaggregation_mode, (name, args))
         except (CommandError, OptionError) as error:
             raise CommandError(f"the server {name} cannot start: {error}") from error
-        _check_length(Path(model), name, args, max_tokens, length_option)
     if by_role.keys() >= set(ROLES):
         _check_pair(*(by_role[role] for role in ROLES))
 
 
 def _refuse(message: str) -> NoReturn:
     raise CommandError(" ".join(message.split()))
-
-
-def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: int, length_option: str) -> None:
-    """Refuse requests longer than the server's context, if the context is known."""
-    context = args.context_length
-    if not context:
-        config = _config(model) if args.json_model_override_args == "{}" else {}
-        context = None if config.get("rope_scaling") else config.get("max_position_embeddings")
-    if context is not None and max_tokens > context - RESERVED_TOKENS:
-        raise CommandError(
-            f"the server {name} serves prompts of up to {context - RESERVED_TOKENS} tokens with their outputs, and the longest has {max_tokens}: "
-            f"pass shorter prompts ({length_option}) or a shorter --output-len, or, if the model supports it, "
-            f'--server-arg="--context-length {max_tokens + RESERVED_TOKENS}"'
-        )
 
 
 def _config(model: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, Server, assert_same_ans
 from sglang.lang.interpreter import ProgramState
 from waiting import tries, until
 
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 from sglang_ext_bench.client import readings
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint

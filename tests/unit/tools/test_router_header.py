@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.serve_pd import ROUTER, Router
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 
 PARAMS = {"kv_compressor": "kivi"}
 BODIES = {
