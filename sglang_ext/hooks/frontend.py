@@ -153,17 +153,7 @@ def check_preferred(args: KVServerArgs) -> None:
 
 
 def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
-    """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request.
-
-    - ``kv_verifies``: verifications that checked drafts.
-    - ``kv_drafts``: draft tokens that were verified.
-    - ``kv_accepted``: drafts that were accepted.
-    - ``kv_accept_length``: tokens gained per verification (accepted drafts and the bonus token).
-    - ``kv_accept_histogram``, ``kv_offer_histogram``: element k counts the verifications that accepted, or were offered, exactly k drafts.
-    - ``kv_fallback``: why the request was last served with full KV. None if it drafted.
-    - ``kv_compressor``: the method that created its compressed KV. None without compressed KV.
-    - ``kv_simulated_acceptance``: the probability with which its drafts were accepted. Only if a benchmark forces acceptance.
-    """
+    """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request, which docs/metrics.md lists."""
     histograms = recv_obj.spec_cap_lens_histogram
     suffixes = [offer.suffix for offer in method_options.offered_methods(manager.server_args)]
     meta_info.update(meta_info_fields(histograms[i] if histograms else [], suffixes))

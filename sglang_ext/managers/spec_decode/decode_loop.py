@@ -28,7 +28,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts, RoundResult, merge_outputs
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, RoundTimer, SelectionInterval
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, RoundTimer, SelectionInterval
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
 
 PublishLengths = Callable[[torch.Tensor], None]
@@ -212,7 +212,7 @@ def create_decode_loop(worker: Worker, provider: FullKVProvider) -> DecodeLoop:
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
     planner = RoundPlanner(worker.max_verify_tokens - 1, longest, worker.lossy, separates_full_kv)
-    lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
+    lengths = DraftLength(longest, is_fixed=args.kv_draft_length != "auto")
     interval = SelectionInterval(selection_options.selection_intervals(args)) if worker.methods.selection_interval else None
     costs = RoundCosts(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),

@@ -19,7 +19,7 @@ from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, Ro
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.request_states import RequestStates, write_counters
 from sglang_ext.managers.spec_decode.round_result import RoundResult
-from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, SelectionInterval
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, SelectionInterval
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RoundReport:
     ``writes_log``: whether this process logs for all ranks. ``totals``: since the last log line.
     """
 
-    lengths: DraftLength | FixedDraftLength
+    lengths: DraftLength
     costs: RoundCosts
     metrics: KVMetrics
     requests: RequestStates
