@@ -6,7 +6,7 @@ flags enable, and calls their methods. Code that serves one feature asks the wor
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -24,7 +24,6 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.request_states import RequestStates
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
@@ -32,6 +31,9 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
 
 FeatureType = TypeVar("FeatureType", bound="Feature")
 
@@ -107,7 +109,7 @@ class Feature:
     def on_graphs_captured(self, worker: Worker) -> None:
         """Prepare for the first request, once SGLang created the pool, backends and graphs. An exception stops the server."""
 
-    def selector(self, worker: Worker, method: CompressionMethod) -> AsyncSelector | None:
+    def selector(self, worker: Worker, method: CompressionMethod) -> "AsyncSelector | None":
         """Create the object that selects tokens while steps run; None for none. Methods that select in steps are served alone."""
         return None
 
@@ -143,7 +145,7 @@ def load_features(args: KVServerArgs) -> tuple[Feature, ...]:
     return tuple(pkgutil.resolve_name(name)(args) for name, is_enabled in FEATURES.items() if is_enabled(args))
 
 
-def create_selector(worker: Worker, method: CompressionMethod) -> AsyncSelector | None:
+def create_selector(worker: Worker, method: CompressionMethod) -> "AsyncSelector | None":
     """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
     selectors = (feature.selector(worker, method) for feature in worker.features)
     return next((selector for selector in selectors if selector is not None), None)

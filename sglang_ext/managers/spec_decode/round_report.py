@@ -9,17 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_ext.core import FALLBACK_REASONS, FALLBACK_WORDS, SLOWER
-from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.request_states import RequestStates, write_counters
 from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.managers.spec_decode.round_timer import DraftLength, SelectionInterval
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class RoundReport:
     interval: SelectionInterval | None = None
     reports_drafting: bool = True
     writes_log: bool = True
-    timeline: TransferTimeline | None = None
+    timeline: "TransferTimeline | None" = None
     clock: Callable[[], float] = time.monotonic
     totals: DraftTotals = field(default_factory=DraftTotals)
     _last_totals: DraftTotals = field(default_factory=DraftTotals)
@@ -116,7 +119,7 @@ class RoundReport:
             self.on_round_end(plan, tokens)
 
     @staticmethod
-    def _record_timeline(timeline: TransferTimeline, room: int, result: RoundResult, i: int, num_tokens: int) -> None:
+    def _record_timeline(timeline: "TransferTimeline", room: int, result: RoundResult, i: int, num_tokens: int) -> None:
         plan, is_early = result.plan, i in result.plan.early_reqs
         drafted, ended = (timeline.at(mark) for mark in (result.marks.drafted, result.marks.ended))
         if i in plan.full_kv_reqs:

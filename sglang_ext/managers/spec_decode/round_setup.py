@@ -10,18 +10,21 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
-from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, tokens_until_refresh
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
-from sglang_ext.mem_cache.prefix_cache.residency import Residency
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
+    from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 MIN_P = FALLBACK_REASONS.index("min-p")
 
@@ -38,8 +41,8 @@ class FullKVProvider:
     """
 
     drafts_per_load: int = 0
-    residency: Residency | None = None
-    policy: OffloadPolicy | None = None
+    residency: "Residency | None" = None
+    policy: "OffloadPolicy | None" = None
     early: EarlyRequests | None = None
     freed_full_kv: FreedFullKV | None = None
 
