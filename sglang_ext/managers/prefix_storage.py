@@ -5,6 +5,7 @@ With ``--kv-host-gb`` a server in mode ``full`` has it too, behind host memory. 
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -16,7 +17,6 @@ from sglang_ext.layers.forward import attention_scaling
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
 from sglang_ext.managers.kv_offload.feature import HostOffload, attach_host_tier, host_values
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.early_drafts import AnchorDrafter
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.prefix_cache.stored_prefixes import StoredPrefixes
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -24,6 +24,9 @@ from sglang_ext.mem_cache.prefix_store.backend import UNIT, StoreError, open_bac
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
 from sglang_ext.mem_cache.prefix_store.store import PrefixStore
 from sglang_ext.mem_cache.scores import model_folder, model_key
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.spec_decode.early_drafts import AnchorDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +53,14 @@ class PrefixStorage(Feature):
         "store_early_accepted": ("Accepted drafts of the first verifications of these requests.",),
     }
     _stored: StoredPrefixes
-    _drafter: AnchorDrafter | None = None
+    _drafter: "AnchorDrafter | None" = None
 
     def full_kv_provider(self, worker: Worker, tree_cache: TieredRadixCache) -> None:
         """Attach the store to the prefix tree, which has its host tier. Errors are those of :func:`attach_store`."""
         args = self.args
         if options.drafts_on_stored_anchors(args):
+            from sglang_ext.managers.spec_decode.early_drafts import AnchorDrafter
+
             self._drafter = AnchorDrafter(worker, tree_cache, worker.max_verify_tokens - 1)
         self._stored = attach_store(tree_cache, args, worker.buffers, worker.ranks, self._drafter)
 
@@ -78,7 +83,7 @@ def store_values(stored: StoredPrefixes) -> Iterator[MetricValue]:
 
 
 def attach_store(
-    tree: TieredRadixCache, args: KVServerArgs, buffers: KVBuffers, ranks: TPRanks, drafter: AnchorDrafter | None = None
+    tree: TieredRadixCache, args: KVServerArgs, buffers: KVBuffers, ranks: TPRanks, drafter: "AnchorDrafter | None" = None
 ) -> StoredPrefixes:
     """Let the prefix tree, which has its host tier, write to a prefix store and read from it.
 
