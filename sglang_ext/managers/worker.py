@@ -33,12 +33,14 @@ logger = logging.getLogger(__name__)
 class KVWorker(BaseSpecWorker):
     """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features read what ``Worker`` of feature.py lists."""
 
+    # The target model drafts.
+    _draft_worker = None
+
     @exit_on_refusal
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
         super().__init__()
         self.server_args = server_args
-        # The target model drafts.
-        self._target_worker, self._draft_worker = target_worker, None
+        self._target_worker = target_worker
         # SGLang creates the prefix tree later, with the target worker at hand (plugin.py:create_tree).
         target_worker.kv_worker = self
         self.model_runner = target_worker.model_runner
