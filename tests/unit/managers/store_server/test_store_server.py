@@ -188,7 +188,8 @@ def test_another_version_is_refused_with_the_remedy(ends: Ends, server: StoreSer
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_changed_messages_are_refused_or_answered(ends: Ends, server: StoreServer, data: st.DataObject) -> None:
-    messages = [wire.Put(1, NAME, len(CONTENT)), wire.ObjectPart(1, 0), wire.Count(2, (NAME,)), wire.Read(3, (wire.ByteRange(NAME, 0, 10),)), wire.List(4, True), wire.StoreHello(1)]
+    read = wire.Read(3, (wire.ByteRange(NAME, 0, 10),))
+    messages = [wire.Put(1, NAME, len(CONTENT)), wire.ObjectPart(1, 0), wire.Count(2, (NAME,)), read, wire.List(4, True), wire.StoreHello(1)]
     content = bytearray(encode(data.draw(st.sampled_from(messages))))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
