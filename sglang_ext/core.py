@@ -26,20 +26,22 @@ MIN_CONTEXT = 128
 PLAIN_STEPS = 4
 # Values of --kv-score-bits: bits of the keys by which tokens are selected. The first is for unchanged keys.
 SCORE_BITS = (16, 8, 4)
-# Why a request is served with full KV. Processes of one server exchange indices into this tuple (managers/spec_decode/request_states.py).
-FALLBACK_REASONS: tuple[str, ...] = (
-    "none",
-    "short-context",
-    "no-free-slots",
-    "min-p",
-    "custom-logit-processor",
-    "grammar",
-    "hidden-states",
-    "slower",
-    "no-queries",
-    "wrong-scores",
-    "no-selection",
-)
+# Why a request is served with full KV, in words for the log.
+FALLBACK_WORDS = {
+    "none": "requests draft",
+    "short-context": "contexts are too short to compress",
+    "no-free-slots": "the KV pool has no room for compressed KV",
+    "min-p": "requests use min_p",
+    "custom-logit-processor": "requests use a custom logit processor",
+    "grammar": "the grammar backend cannot take drafts back",
+    "hidden-states": "requests ask for hidden states",
+    "slower": "drafting would be slower",
+    "no-queries": "too few queries are kept to compress",
+    "wrong-scores": "the compressor's scores cannot be used",
+    "no-selection": "no cache rank can select tokens",
+}
+# Processes of one server exchange indices into this tuple (managers/spec_decode/request_states.py).
+FALLBACK_REASONS = tuple(FALLBACK_WORDS)
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
 # Drafting would not be faster than full KV (managers/spec_decode/round_timer.py).

@@ -4,7 +4,8 @@ The fork's ``ServerArgs`` has the flags itself, so that :class:`~sglang_ext.argu
 """
 
 import pkgutil
-from typing import TYPE_CHECKING
+
+from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import arguments, flag_checks
 from sglang_ext.config import options
@@ -12,11 +13,8 @@ from sglang_ext.core import HookError
 from sglang_ext.hooks.table import HOOKS, Hook
 from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
 
-
-def prepare(args: "ServerArgs") -> None:
+def prepare(args: ServerArgs) -> None:
     """Check the flags and set SGLang's own, before SGLang resolves its options. Called if a mode, host memory or our transfer backend is requested.
 
     Raises ``OptionError`` for a refused flag, ``HookError`` if a function that the backend needs is not marked in the fork.
@@ -28,7 +26,7 @@ def prepare(args: "ServerArgs") -> None:
         arguments.prepare(args)
 
 
-def check(args: "ServerArgs") -> None:
+def check(args: ServerArgs) -> None:
     """Check the backend, the model and the fork's hook marks, after SGLang resolved its options. Called unless SGLang's own prefix tree serves.
 
     Raises ``OptionError`` if one is not supported, ``HookError`` if a function is not marked in the fork.

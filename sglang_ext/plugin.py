@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-ARGUMENTS = "sglang.srt.server_args.ServerArgs"
-
 
 def register() -> None:
     """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend. A patched fork contains them."""
@@ -30,7 +28,7 @@ def register() -> None:
         return
     from sglang_ext.arguments import CheckedServerArgs
 
-    HookRegistry.register(ARGUMENTS, CheckedServerArgs, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs", CheckedServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Engine bound the original class when its module was loaded.
@@ -63,9 +61,9 @@ def create_tree(context: "TreeCacheBuildContext") -> "TieredRadixCache":
     if args.kv_mode != "full":
         worker.kv_worker.bind_tree_cache(tree)
     elif args.kv_host_gb:
-        from sglang_ext.managers.full_mode import attach_storage
+        from sglang_ext.managers.prefix_storage import attach_in_full_mode
 
-        attach_storage(tree, args, worker.model_runner)
+        attach_in_full_mode(tree, args, worker.model_runner)
     if tree.stored is not None:
         from sglang_ext.managers.prefix_storage import refuse_weight_updates
 

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.tools import LAST_PORT, ROLES, CommandError, seconds, split_flags
-from sglang_ext.tools.server_client import HEALTH_SECONDS, HOST, free_port, is_taken
-from sglang_ext.tools.server_process import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
+from sglang_ext.tools.server_process import HOST, ServerProcess, check_servers, free_port, is_taken, leave_on_signals, stop_all, stop_together
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
@@ -46,6 +45,9 @@ POLL_SECONDS = 0.5
 class Router(ServerProcess):
     """SGLang's router for the prefill and the decode server on the ports ``servers``. ``bootstrap``: port of SGLang's bootstrap server."""
 
+    # Succeeds when the router has found both servers. /health succeeds earlier.
+    health_path = "readiness"
+
     def __init__(self, port: int, servers: Sequence[int], bootstrap: int, log: Path) -> None:
         super().__init__("", (), log, port=port, start_timeout=60.0, stop_grace=STOP_GRACE)
         prefill, decode = (f"http://{HOST}:{each}" for each in servers)
@@ -56,14 +58,6 @@ class Router(ServerProcess):
             *("--host", HOST, "--port", str(port)),
             *("--prefill", prefill, str(bootstrap), "--decode", decode),
         )
-
-    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether the router has found both servers. ``/health`` succeeds earlier."""
-        try:
-            self.request("readiness", timeout=timeout)
-        except OSError:
-            return False
-        return True
 
 
 def parser() -> argparse.ArgumentParser:

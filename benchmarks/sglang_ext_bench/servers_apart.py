@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from sglang_ext.tools import ROLES, CommandError
-from sglang_ext.tools.server_client import HOST, free_port
+from sglang_ext.tools.server_process import HOST, free_port
 from sglang_ext_bench.server import BenchServer, describe_error
 from sglang_ext_bench.speed import decode_wave
 from sglang_ext_bench.speed.decode_wave import ResponseStream

@@ -18,11 +18,10 @@ import pytest
 from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.tools import CommandError, server_flags
 from sglang_ext.tools import server_process as server_module
-from sglang_ext.tools.server_client import free_port
-from sglang_ext.tools.server_process import check_servers, leave_on_signals, stop_all
+from sglang_ext.tools.server_process import check_servers, free_port, leave_on_signals, stop_all
 from sglang_ext_bench.baselines import CODECS
 from sglang_ext_bench.client import SamplingSettings, generate
-from sglang_ext_bench.server import BenchServer, RequestClient
+from sglang_ext_bench.server import BenchServer, RequestClient, check_length
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -337,18 +336,18 @@ def test_prompts_longer_than_the_context_that_is_served_are_refused_before_serve
     tmp_path: Path, flags: tuple[str, ...], config: str, longest: int | None
 ) -> None:
     (tmp_path / "config.json").write_text(config)
-    server_flags.check(str(tmp_path), {"hack4 prefill": flags}, longest or 10**9)
+    check_length(tmp_path, "hack4 prefill", flags, longest or 10**9)
     said = f"the server hack4 prefill serves prompts of up to {longest} tokens with .* pass shorter prompts .--load. or a shorter"
     refused = pytest.raises(CommandError, match=said)
     with nullcontext() if longest is None else refused:
-        server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1, "--load")
+        check_length(tmp_path, "hack4 prefill", flags, (longest or 10**9) + 1, "--load")
 
 
 def test_what_a_longer_prompt_is_told_to_pass_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
     with pytest.raises(CommandError, match='--context-length 8193"'):
-        server_flags.check(str(tmp_path), {"stock": ()}, 8191)
-    server_flags.check(str(tmp_path), {"stock": ("--context-length", "8193")}, 8191)
+        check_length(tmp_path, "stock", (), 8191)
+    check_length(tmp_path, "stock", ("--context-length", "8193"), 8191)
 
 
 @pytest.mark.parametrize(("config", "refused"), [('{"num_attention_heads": 9', True), ("[]", True), ('{"num_attention_heads": 9}', False)])

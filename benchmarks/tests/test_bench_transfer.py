@@ -14,7 +14,7 @@ from launched import LaunchedServer
 
 from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import free_port, is_taken
+from sglang_ext.tools.server_process import free_port, is_taken
 from sglang_ext_bench.__main__ import main
 from sglang_ext_bench.servers_apart import answer
 from sglang_ext_bench.speed.decode_wave import ResponseStream

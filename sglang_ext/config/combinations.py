@@ -4,21 +4,14 @@ from sglang_ext.config import options
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.disaggregation_options import ROLE_REFUSALS, quantized_transfer_settings
 from sglang_ext.config.method_options import drop_methods
-from sglang_ext.config.rules import Condition, KVServerArgs, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
+from sglang_ext.config.rules import Condition, Refusal, at_most_one, fields_with_prefix, refuse_env_var, refuse_if_set
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
 from sglang_ext.mem_cache.compressors import catalogue
 
 BACKEND_OPTION = f"--disaggregation-transfer-backend {options.BACKEND}"
 PASS_BACKEND = f"pass {BACKEND_OPTION} with --disaggregation-mode prefill or decode"
 
-
-def _names_kvzip(args: KVServerArgs) -> bool:
-    return catalogue.KVZIP in drop_methods(args)
-
-
-HAS_PROGRESSIVE_TRANSFER = Condition(
-    BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND
-)
+HAS_PROGRESSIVE_TRANSFER = Condition(BACKEND_OPTION, options.has_progressive_transfer, f"KV is not transferred with {BACKEND_OPTION}", PASS_BACKEND)
 HAS_TIMELINE = Condition(
     f"{BACKEND_OPTION} or --kv-cache-ranks",
     lambda args: options.has_progressive_transfer(args) or (args.kv_mode != "full" and selection.num_cache_ranks(args) > 0),
@@ -62,11 +55,11 @@ IS_NOT_PREFILL_SERVER = Condition(
     "--disaggregation-mode is prefill, which has no decode steps", "pass that to the decode server",
 )
 HAS_ONLINE_METHOD = Condition(
-    "--kv-compressor kvzip or kvzap", lambda args: _names_kvzip(args) or catalogue.KVZAP in drop_methods(args),
+    "--kv-compressor kvzip or kvzap", lambda args: not drop_methods(args).isdisjoint((catalogue.KVZIP, catalogue.KVZAP)),
     "--kv-compressor is {args.kv_compressor}", f"pass --kv-compressor {catalogue.KVZIP}",
 )
 NEEDS_ONLINE_METHOD = Condition(
-    "", lambda args: _names_kvzip(args) or bool(args.kv_host_gb),
+    "", lambda args: catalogue.KVZIP in drop_methods(args) or bool(args.kv_host_gb),
     "--kv-compressor is {args.kv_compressor} and --kv-host-gb 0", "pass --kv-host-gb 16",
 )
 
@@ -76,9 +69,7 @@ SESSION = "a session keeps slots beyond a request"
 RANKS = "only --tp-size, and experts distributed over its ranks, are tested"
 
 CACHES: tuple[Refusal, ...] = (
-    Refusal(
-        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), OTHER_TREE, "leave it out"
-    ),
+    Refusal("--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND), OTHER_TREE, "leave it out"),
     refuse_if_set("enable_hierarchical_cache", OTHER_TREE, dependent_fields=fields_with_prefix("hicache_")),
     refuse_if_set("enable_lmcache", OTHER_TREE, dependent_fields=("lmcache_config_file",)),
     refuse_if_set("enable_flexkv", OTHER_TREE, dependent_fields=("flexkv_config_file",)),
@@ -149,17 +140,13 @@ REFUSALS: tuple[Refusal, ...] = (
     refuse_if_set("torchao_config", "quantized weights are untested"),
     refuse_if_set("is_embedding", "embeddings are not decoded"),
     at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
-    at_most_one(
-        "detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"
-    ),
+    at_most_one("detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"),
     Refusal(
         "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
         "use --grpc-port, which serves gRPC in addition to HTTP", ("smg_http_sidecar_port",),
     ),
     refuse_env_var("SGLANG_RUST_SERVER", TOKENIZER),
-    refuse_if_set(
-        "encoder_only", "an encoder decodes nothing", dependent_fields=("language_only", "enable_adaptive_dispatch_to_encoder")
-    ),
+    refuse_if_set("encoder_only", "an encoder decodes nothing", dependent_fields=("language_only", "enable_adaptive_dispatch_to_encoder")),
     refuse_if_set(
         "enable_torch_compile", "drafts and verifications are untested as compiled code",
         dependent_fields=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),

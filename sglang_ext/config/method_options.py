@@ -100,8 +100,7 @@ def resolve_methods(args: KVServerArgs) -> None:
     more = args.kv_more_compressors
     if more is not None and not any(item.strip() for item in more.split(",")):
         raise OptionError(
-            f"{MORE} is {more!r}, which names no method: pass NAME or NAME:BUDGET, with commas between, as in "
-            "snapkv:0.125,kivi, or leave it out"
+            f"{MORE} is {more!r}, which names no method: pass NAME or NAME:BUDGET, with commas between, as in snapkv:0.125,kivi, or leave it out"
         )
     args.kv_budget = resolve_budget(args.kv_compressor, args.kv_budget)
     found = offered_methods(args)
@@ -154,9 +153,7 @@ def _check_differs(offer: OfferedMethod, before: tuple[OfferedMethod, ...]) -> N
         if (other.drop_method, other.quant_method, other.budget) == (offer.drop_method, offer.quant_method, offer.budget):
             # A method that only packs has no other budget.
             remedy = "" if offer.drop_method is None else f", or give it another one, as in {offer.compressor}:0.125"
-            raise OptionError(
-                f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget:g}: leave it out{remedy}"
-            )
+            raise OptionError(f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget:g}: leave it out{remedy}")
     packs = shared_quant_method(before)
     if packs is not None and offer.quant_method not in (None, packs):
         raise OptionError(
@@ -174,7 +171,7 @@ def check_methods(args: KVServerArgs) -> None:
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states with hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
-    others = ', '.join(catalogue.builtin_names(catalogue.packable()))
+    others = ", ".join(catalogue.builtin_names(catalogue.packable()))
     if catalogue.points(found[0].compressor):
         model_options.check_compressed_kv_backends(args, f"compressed KV of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.quant_method), None)

@@ -15,8 +15,7 @@ def check_model(args: KVServerArgs) -> None:
     for backend in sorted(attention_backends(args)):
         if backend not in ATTENTION_BACKENDS:
             raise OptionError(
-                f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with "
-                f"{', '.join(ATTENTION_BACKENDS)}. Pass one of these."
+                f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with {', '.join(ATTENTION_BACKENDS)}. Pass one of these."
             )
         if args.enable_deterministic_inference and backend not in DETERMINISTIC_BACKENDS:
             raise OptionError(

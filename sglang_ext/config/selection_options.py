@@ -220,17 +220,10 @@ def max_selected_tokens(args: KVServerArgs) -> int:
     return int(args.kv_select) if has_selector(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
-def spade(args: KVServerArgs) -> Spade:
-    """The spade method with the flags' settings. For arguments after :func:`resolve_selection`."""
+def step_method(args: KVServerArgs) -> Compressor:
+    """The server's per-step method with the flags' settings. For arguments after :func:`resolve_selection`."""
     # Cache ranks select for steps only: compressed KV is not refreshed after each verification.
     each_round = args.kv_mode == "verified" and not num_cache_ranks(args)
-    return Spade(query_predictor(args.kv_select_by), every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
-
-
-def step_method(args: KVServerArgs) -> Compressor:
-    """The server's per-step method with the flags' settings."""
-    if is_spade(args):
-        return spade(args)
-    name = catalogue.parse(args.kv_compressor)[0]
-    found = replace(catalogue.create(name), every=selection_interval(args), each_round=args.kv_mode == "verified", most=max_selected_tokens(args))
-    return replace(found, in_attention=True) if has_attention_selector(args) else found
+    method = Spade(query_predictor(args.kv_select_by)) if is_spade(args) else catalogue.create(catalogue.parse(args.kv_compressor)[0])
+    method = replace(method, every=selection_interval(args), each_round=each_round, most=max_selected_tokens(args))
+    return replace(method, in_attention=True) if has_attention_selector(args) else method

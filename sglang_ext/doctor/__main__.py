@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from sglang_ext.config import options
 from sglang_ext.doctor import checks
 from sglang_ext.doctor.checks import Check
-from sglang_ext.hooks.activation import required_names
+from sglang_ext.hooks.activation import REQUIRED
 
 SGLANG_VERSION = "0.5.17"
 
@@ -42,7 +42,7 @@ def checks_for(model: str | None, sglang: str | None, torch: str | None, store: 
     }
     if sglang and torch:
         wanted |= {"device": checks.check_device, "attention backends": checks.check_attention_backends, "KV transfer": checks.check_transfer}
-        wanted |= {"router": checks.check_router, "hooks": lambda: checks.check_hooks(required_names(), SGLANG_VERSION)}
+        wanted |= {"router": checks.check_router, "hooks": lambda: checks.check_hooks(REQUIRED, SGLANG_VERSION)}
         wanted[checks.CACHE_RANKS] = checks.check_cache_ranks
         if model is not None:
             read = cache(lambda: checks.read_model(model))

@@ -19,23 +19,12 @@ import torch
 import zmq
 
 from sglang_ext import serve_pd
-from sglang_ext.config import (
-    disaggregation_options,
-    model_folder,
-    model_options,
-    options,
-)
-from sglang_ext.config.options import BACKEND
+from sglang_ext.config import disaggregation_options, model_folder, model_options, options
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.activation import find_problem, is_patched_fork
 from sglang_ext.hooks.table import Hook, PrivateName
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
-from sglang_ext.managers.cache_rank.protocol import (
-    VERSION,
-    Attach,
-    BufferShape,
-    RotaryParameters,
-)
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, BufferShape, RotaryParameters
 from sglang_ext.managers.cache_rank.rank_link import START_SECONDS, RankLink
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing
@@ -163,16 +152,14 @@ def check_attention_backends() -> Check:
 def has_fa3() -> bool:
     """Whether SGLang's kernels contain FlashAttention-3. They are not loaded for this check."""
     spec = find_spec("sgl_kernel")
-    return spec is not None and any(
-        any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations
-    )
+    return spec is not None and any(any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations)
 
 
 def check_transfer() -> Check:
     """Check which transfer backends (``--disaggregation-transfer-backend``) work, and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
     obstacles = {name: disaggregation_options.transport_obstacle(name) for name in disaggregation_options.TRANSPORTS}
-    found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
+    found = [f"{options.BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
     # Of SGLang's own backends, the one that any machine could have.
     lacking = obstacles[disaggregation_options.MOONCAKE_TCP]
     return Check("KV transfer", True, ", ".join(found) + (f"; not {disaggregation_options.MOONCAKE_TCP}: {lacking}" if lacking else ""))
@@ -309,14 +296,10 @@ def describe_gpus() -> str:
         return "no GPU: ranks select on CPU cores"
     if count == 1:
         return "one GPU, on which a second stream selects instead of ranks"
-    without = [f"{first} and {second}" for first, second in combinations(range(count), 2) if not _are_peers(first, second)]
+    can_read = torch.cuda.can_device_access_peer
+    without = [f"{one} and {other}" for one, other in combinations(range(count), 2) if not (can_read(one, other) and can_read(other, one))]
     peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
     return f"{count} GPUs, {peers}"
-
-
-def _are_peers(first: int, second: int) -> bool:
-    """Whether both GPUs can read the other's memory."""
-    return torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
 
 
 def check_prefix_store(url: str) -> Check:

@@ -9,6 +9,8 @@ import logging
 import pkgutil
 from collections.abc import Iterable
 
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
 from sglang_ext.core import HookError
 from sglang_ext.hooks import table
 from sglang_ext.hooks.table import Hook, PrivateName
@@ -17,14 +19,13 @@ from sglang_ext.hooks.transfer_table import TRANSFER_HOOKS, TRANSFER_NAMES
 logger = logging.getLogger(__name__)
 
 
-def required_names() -> tuple[Hook | PrivateName, ...]:
-    """All hooks and names that must match the installed SGLang before a mode starts."""
-    return table.HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES
+REQUIRED = table.HOOKS + table.PLAIN_CPU_HOOKS + table.PRIVATE_NAMES
+"""All hooks and names that must match the installed SGLang before a mode starts."""
 
 
-def check_hooks(mode: str, needed: Iterable[Hook | PrivateName] | None = None) -> None:
-    """Check ``needed``, by default :func:`required_names`. Raises ``HookError`` if one does not match the installed SGLang."""
-    _check(required_names() if needed is None else needed, f"--kv-mode {mode}", "--kv-mode full")
+def check_hooks(mode: str, needed: Iterable[Hook | PrivateName] = REQUIRED) -> None:
+    """Check what a mode needs. Raises ``HookError`` if a hook or name does not match the installed SGLang."""
+    _check(needed, f"--kv-mode {mode}", "--kv-mode full")
 
 
 def check_transfer(needed: Iterable[Hook | PrivateName] = TRANSFER_HOOKS + TRANSFER_NAMES) -> None:
@@ -65,8 +66,6 @@ def apply(chosen: tuple[Hook, ...]) -> None:
     Raises:
         HookError: A hook did not take effect. SGLang's registry only logs that.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     for hook in chosen:
         register(hook)
     # SGLang's registry logs each hook that it applies.
@@ -84,8 +83,6 @@ def apply(chosen: tuple[Hook, ...]) -> None:
 
 def register(hook: Hook) -> None:
     """Register a hook with SGLang's registry, which applies it after the plugins are loaded."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     if hook.target not in HookRegistry._hooks:
         HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType(hook.kind))
 
@@ -104,8 +101,6 @@ def activate(chosen: tuple[Hook, ...]) -> None:
 def activate_frontend(mode: str) -> None:
     """Apply the hooks of the tokenizer and HTTP process, and log the number of hooks of all processes in one line."""
     if not is_patched_fork():
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
         plain_cpu = [hook for hook in table.PLAIN_CPU_HOOKS if hook.target in HookRegistry._patched]
         count = len(table.FRONTEND_HOOKS) + len(table.scheduler_hooks(mode)) + len(plain_cpu)
         logger.info("sglang-ext: %d functions of SGLang are hooked, see sglang_ext/hooks/table.py", count)

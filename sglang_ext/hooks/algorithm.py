@@ -32,9 +32,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
         """False: drafts write slots that the verification overwrites."""
         return False
 
-    def create_future_map(
-        self, device, req_to_token_pool, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False
-    ) -> FutureMap:
+    def create_future_map(self, device, req_to_token_pool, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False) -> FutureMap:
         """Create SGLang's own relay of values between iterations."""
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
 

@@ -14,25 +14,21 @@ import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput, dec_hook, enc_hook
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams, TokenizedGenerateReqInput, dec_hook, enc_hook
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options, request_params
 from sglang_ext.config.options import BACKEND, has_progressive_transfer
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
 from sglang_ext.hooks.request_body import add_custom_params
 from sglang_ext.managers.spec_decode.request_states import meta_info_fields
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import EmbeddingReqInput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-    from sglang_ext.config.rules import KVServerArgs
 
 INT32, INT64, MAX_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 MAX_PARAMETER = 1e30
@@ -89,9 +85,7 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
             )
 
 
-def check_request(
-    original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", input_ids: list[int] | None
-) -> None:
+def check_request(original: Callable, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int] | None) -> None:
     """Hook around ``TokenizerManager._validate_one_request``: refuses requests that the scheduler cannot serve (``ValueError``).
 
     A body with several requests, or with ``n`` above 1, was split. ``original``, SGLang's checks, is called after the checks of types.
@@ -133,7 +127,7 @@ def check_request(
     request_params.check_params(manager.server_args, params.get("custom_params"), has_processor=bool(processor))
 
 
-def check_preferred(args: "KVServerArgs") -> None:
+def check_preferred(args: KVServerArgs) -> None:
     """Refuse ``--preferred-sampling-params`` (``OptionError``) that would be refused in each request that does not override them."""
     given = args.preferred_sampling_params
     try:
@@ -159,17 +153,7 @@ def check_preferred(args: "KVServerArgs") -> None:
 
 
 def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
-    """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request.
-
-    - ``kv_verifies``: verifications that checked drafts.
-    - ``kv_drafts``: draft tokens that were verified.
-    - ``kv_accepted``: drafts that were accepted.
-    - ``kv_accept_length``: tokens gained per verification (accepted drafts and the bonus token).
-    - ``kv_accept_histogram``, ``kv_offer_histogram``: element k counts the verifications that accepted, or were offered, exactly k drafts.
-    - ``kv_fallback``: why the request was last served with full KV. None if it drafted.
-    - ``kv_compressor``: the method that created its compressed KV. None without compressed KV.
-    - ``kv_simulated_acceptance``: the probability with which its drafts were accepted. Only if a benchmark forces acceptance.
-    """
+    """Hook around ``_calculate_spec_decoding_metrics``: adds the ``kv_*`` fields of a finished request, which docs/metrics.md lists."""
     histograms = recv_obj.spec_cap_lens_histogram
     suffixes = [offer.suffix for offer in method_options.offered_methods(manager.server_args)]
     meta_info.update(meta_info_fields(histograms[i] if histograms else [], suffixes))
@@ -179,7 +163,7 @@ def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_o
         meta_info["kv_simulated_acceptance"] = request_params.request_acceptance(forced, asked)
 
 
-def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
+def sampling_params_of(manager: TokenizerManager, obj: GenerateReqInput) -> dict[str, Any]:
     """A request's sampling parameters, with the server's preferred ones as defaults. Raises ``ValueError`` if they are no object."""
     _check_object(obj.sampling_params)
     return {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
@@ -234,7 +218,7 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         _check_type(f"session_params.{name}", value, known[name])
 
 
-def _check_bootstrap(args: "KVServerArgs", obj: GenerateReqInput, answers: int) -> None:
+def _check_bootstrap(args: KVServerArgs, obj: GenerateReqInput, answers: int) -> None:
     """Refuse a room, or the lack of a bootstrap host, with which a prefill or decode server has no counterpart."""
     mode = args.disaggregation_mode
     # SGLang's warm-up requests have no counterpart.

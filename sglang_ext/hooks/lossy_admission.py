@@ -8,26 +8,21 @@ and need none for a quantized-only prefix (mem_cache/prefix_cache/quantized_pref
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdder
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.managers.spec_decode.request_states import output_end
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.schedule_policy import PrefillAdder
-
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import FreedFullKV, SlotDemand
 
 # Slots that must stay free for each request while compressed KV is created (``RoundPlanner.headroom``), in addition to SGLang's reserve.
 HEADROOM = 2 * (PLAIN_STEPS + 1)
 
 
-def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
+def admit_prompt(original: Callable, adder: PrefillAdder, req: Req, has_chunked_req: bool, truncation_align_size: int | None):
     """Hook around ``PrefillAdder.add_one_req``: admits prompts that fit both while they start and afterwards."""
     # A prompt that has the pool for itself is admitted as in stock SGLang.
     freed_full_kv = getattr(adder.tree_cache, "freed_full_kv", None)
@@ -40,14 +35,14 @@ def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chun
     return found
 
 
-def admit_chunk(original: Callable, adder: "PrefillAdder", req: "Req"):
+def admit_chunk(original: Callable, adder: PrefillAdder, req: Req):
     """Hook around ``PrefillAdder.add_chunked_req``: a prompt in progress keeps the slots with which it was admitted."""
     if getattr(adder.tree_cache, "freed_full_kv", None) is None:
         return original(adder, req)
     return _with_offset(adder, min(adder.rem_total_token_offset, adder.cur_rem_token_offset), original, adder, req)
 
 
-def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args):
+def _with_offset(adder: PrefillAdder, offset: float, original: Callable, *args):
     """Call ``original`` with ``offset`` slots of the free and evictable ones taken. Add the slots that it takes to SGLang's own offset."""
     before = adder.rem_total_token_offset
     adder.rem_total_token_offset = offset
@@ -56,7 +51,7 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
     return found
 
 
-def _occupied_slots(adder: "PrefillAdder", freed_full_kv: "FreedFullKV", req: "Req") -> float:
+def _occupied_slots(adder: PrefillAdder, freed_full_kv: FreedFullKV, req: Req) -> float:
     """Slots that ``req`` may not use, because other requests need them, minus the slots that SGLang counts for its output."""
     running, begins = _running_reqs(adder), [*adder.can_run_list, req]
     kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
@@ -78,7 +73,7 @@ def _occupied_slots(adder: "PrefillAdder", freed_full_kv: "FreedFullKV", req: "R
     return max(now, later) - _remaining_tokens(req)
 
 
-def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
+def _freed_prefix_slots(slot_demands: list[SlotDemand], req: Req) -> int:
     """Slots of the prefix tree that are freed when all requests that lock them no longer need them. ``req`` does not lock them yet."""
     begins = set() if req.last_node is None else set(path(req.last_node))
     leaving: dict[TieredNode, list[int]] = {}
@@ -88,12 +83,12 @@ def _freed_prefix_slots(slot_demands: list["SlotDemand"], req: "Req") -> int:
     return sum(min(slots) for node, slots in leaving.items() if len(slots) >= node.lock_ref + (node in begins))
 
 
-def _running_reqs(adder: "PrefillAdder") -> list["Req"]:
+def _running_reqs(adder: PrefillAdder) -> list[Req]:
     """The requests that decode. Finished ones have freed their slots."""
     batch = adder.running_batch
     return [] if batch is None else [req for req in batch.reqs if not req.finished() and req.req_pool_idx is not None]
 
 
-def _remaining_tokens(req: "Req") -> int:
+def _remaining_tokens(req: Req) -> int:
     """Tokens that may still be generated, as SGLang counts them."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)

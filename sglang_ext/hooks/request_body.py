@@ -13,14 +13,12 @@ because endpoints convert the request in between. :func:`add_custom_params` adds
 import json
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import HTTPException, Request
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.config.request_params import CUSTOM_PARAMS, REQUEST_PARAMS, check_key
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
 
 HEADER = "x-request-id-custom-params"
 IN_SAMPLING_PARAMS = f"sampling_params.{CUSTOM_PARAMS}"
@@ -54,7 +52,7 @@ def split_body(body: Any) -> tuple[Any, dict[str, Any]]:
     return {key: value for key, value in body.items() if key not in REQUEST_PARAMS and key != CUSTOM_PARAMS}, params
 
 
-def add_custom_params(obj: "GenerateReqInput") -> None:
+def add_custom_params(obj: GenerateReqInput) -> None:
     """Add the custom parameters of the HTTP request to a request's ``sampling_params``. Raises ``ValueError`` if one has another value there."""
     asked, given = _of_request.get(), obj.sampling_params
     if asked:

@@ -13,26 +13,22 @@ may use the later one. So the tokens after the first end are removed before SGLa
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
 from sglang_ext.managers.spec_decode.grammar import can_walk
+from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_result import RoundResult
 from sglang_ext.mem_cache.prefix_cache.freed_full_kv import lost_requests
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-    from sglang_ext.managers.spec_decode.planner import RoundPlan
-
-
-def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
+def cap_slot_reservation(original: Callable, batch: ScheduleBatch) -> None:
     """Hook around ``eagle_prepare_for_decode``, which reserves slots. Ends the reservation at the end of each output.
 
     A round may continue after the end of its shorter requests. Their rows point to SGLang's padding page there.
@@ -47,7 +43,7 @@ def cap_slot_reservation(original: Callable, batch: "ScheduleBatch") -> None:
     batch.req_to_token_pool.req_to_token[rows[:, None], places] = 0
 
 
-def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", selected_indices: list[int] | None = None) -> bool:
+def free_compressed_kv_when_full(original: Callable, batch: ScheduleBatch, selected_indices: list[int] | None = None) -> bool:
     """Hook around ``ScheduleBatch.check_decode_mem``: frees compressed KV before it retracts requests. Lost ones are retracted at once."""
     if selected_indices is None and lost_requests(batch):
         return False
@@ -64,7 +60,7 @@ def free_compressed_kv_when_full(original: Callable, batch: "ScheduleBatch", sel
 
 
 @contextmanager
-def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
+def capped_committed_lens(reqs: list[Req]) -> Iterator[list[Req]]:
     """Limit SGLang's reservation to the end of each output, inside the context. Yields the requests that end before it."""
     reserve = get_alloc_reserve_per_decode()
     near = [req for req in reqs if req.kv_committed_len + reserve > output_end(req)]
@@ -78,12 +74,12 @@ def capped_committed_lens(reqs: list["Req"]) -> Iterator[list["Req"]]:
             req.kv_committed_len = count
 
 
-def needs_grammar_sync(original: Callable, batch: "ScheduleBatch") -> bool:
+def needs_grammar_sync(original: Callable, batch: ScheduleBatch) -> bool:
     """Hook around ``grammar_needs_sync``: only grammars that cannot be rolled back need it. Rounds walk the others."""
     return original(batch) and not all(can_walk(req.grammar) for req in batch.reqs)
 
 
-def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
+def process_output_tokens(original: Callable, processor, batch: ScheduleBatch, result) -> None:
     """Hook around ``process_batch_result_decode``: passes on only the requests with output tokens."""
     if result.accept_lens is None:
         return original(processor, batch, result)
@@ -105,12 +101,12 @@ def process_output_tokens(original: Callable, processor, batch: "ScheduleBatch",
     return _advance_grammars_last(original, processor, batch, result)
 
 
-def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "RoundPlan", counts: Sequence[int]) -> None:
+def count_plain_steps(reporter: SchedulerMetricsReporter, done: RoundPlan, counts: Sequence[int]) -> None:
     """Count each output token of plain steps as a forward. SGLang takes all tokens of a round but the first for accepted drafts."""
     reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.full_kv_reqs)
 
 
-def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
+def _truncate_at_finish(batch: ScheduleBatch, result) -> None:
     """Remove a round's tokens after the end of an output, so that they are neither read, kept nor counted."""
     stride = result.speculative_num_draft_tokens
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
@@ -122,7 +118,7 @@ def _truncate_at_finish(batch: "ScheduleBatch", result) -> None:
             result.finished_early.add(i)
 
 
-def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
+def _finish_aborted(processor, batch: ScheduleBatch, result) -> None:
     """Finish aborted requests with pending drafts. Their next output token may take long."""
     ended = []
     for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
@@ -134,23 +130,21 @@ def _finish_aborted(processor, batch: "ScheduleBatch", result) -> None:
         processor.output_streamer.stream_output(ended, batch.return_logprob)
 
 
-def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
+def _advance_grammars_last(original: Callable, processor, batch: ScheduleBatch, result) -> None:
     """Process the result, then advance grammars. SGLang does it before, and would end a request with ``ignore_eos`` where its grammar ends."""
     stride = result.speculative_num_draft_tokens
     tokens = result.next_token_ids.view(-1, stride).tolist()
     tokens = [row[:count] for row, count in zip(tokens, result.accept_lens.tolist())]
     result.grammar_advanced, result.grammar_retained_tokens = True, tokens
     # Tokens of a retracted request are dropped, and decoded again.
-    open_grammars = [
-        (req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished() and not req.is_retracted
-    ]
+    open_grammars = [(req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished() and not req.is_retracted]
     original(processor, batch, result)
     for req, row in open_grammars:
         processor._accept_grammar_tokens(req, row)
         req.grammar.finished = req.finished()
 
 
-def _subset(batch: "ScheduleBatch", indices: list[int]) -> "ScheduleBatch":
+def _subset(batch: ScheduleBatch, indices: list[int]) -> ScheduleBatch:
     part = copy.copy(batch)
     part.reqs = [batch.reqs[i] for i in indices]
     part.return_logprob = any(req.return_logprob for req in part.reqs)
@@ -173,7 +167,7 @@ def _result_subset(result: GenerationBatchResult, indices: list[int]) -> Generat
     return part
 
 
-def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+def check_finish_at_last_token(original: Callable, req: Req, new_accepted_len: int = 1) -> None:
     """Hook around ``update_finish_state``: checks the last of several new tokens, as if it came alone. No token before it ends the output."""
     # An abort that arrived in between ends an output that has no other end.
     if new_accepted_len <= 1:
@@ -186,7 +180,7 @@ def check_finish_at_last_token(original: Callable, req: "Req", new_accepted_len:
         original(req, 1)
 
 
-def count_tokens_to_finish(req: "Req", tokens: list[int]) -> int:
+def count_tokens_to_finish(req: Req, tokens: list[int]) -> int:
     """Count the tokens up to the first that ends the output, or all. The request is not changed."""
     before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
     for token in tokens:

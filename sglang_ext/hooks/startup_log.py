@@ -2,18 +2,15 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from sglang_ext.command_line import sample_request
 from sglang_ext.config.method_options import OfferedMethod, offered_methods
 from sglang_ext.config.options import BACKEND, QUANTIZED
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.config.selection_options import has_selector, max_selected_tokens, num_cache_ranks, score_bits, selection_interval
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.scoring_keys import EXACT
-
-if TYPE_CHECKING:
-    from sglang_ext.config.rules import KVServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ CHOOSING_ON_CPU = "; on a CPU selecting tokens demonstrates the method, not spee
 
 
 def log_when_ready(
-    wait: Callable[..., None], server_args: "KVServerArgs", launch_callback: Callable[[], None] | None = None, *rest: object, **named: object
+    wait: Callable[..., None], server_args: KVServerArgs, launch_callback: Callable[[], None] | None = None, *rest: object, **named: object
 ) -> None:
     """Hook around SGLang's wait for the server to be ready: logs three lines after SGLang's own, and then calls ``launch_callback``."""
 
@@ -48,7 +45,7 @@ def log_when_ready(
     wait(server_args, ready, *rest, **named)
 
 
-def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
+def status_lines(args: KVServerArgs) -> tuple[str, str, str]:
     """Mode, method and address of a server, one line each."""
     role = args.disaggregation_mode
     means = MODE_MEANINGS[args.kv_mode]
@@ -68,7 +65,7 @@ def status_lines(args: "KVServerArgs") -> tuple[str, str, str]:
     )
 
 
-def _describe_budget(args: "KVServerArgs", offer: OfferedMethod) -> str:
+def _describe_budget(args: KVServerArgs, offer: OfferedMethod) -> str:
     """The part of a context that a method keeps, its bits, and how tokens are selected if flags set it."""
     most = max_selected_tokens(args)
     found = [f"{most} tokens" if most else f"budget {offer.budget:g}"]

@@ -13,18 +13,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import BackgroundTasks
-from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
+from fastapi import BackgroundTasks, Request
+from sglang.srt.managers.io_struct import BatchStrOutput, BatchTokenIDOutput, EmbeddingReqInput, GenerateReqInput, unwrap_from_pickle, wrap_as_pickle
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_ext.config import request_params
 from sglang_ext.hooks.frontend import sampling_params_of
-
-if TYPE_CHECKING:
-    from fastapi import Request
-    from sglang.srt.managers.io_struct import EmbeddingReqInput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Outputs = BatchStrOutput | BatchTokenIDOutput
 """Messages with generated tokens: parallel lists with an item for each request."""
@@ -39,7 +35,7 @@ ABORT_SECONDS = 2.0
 """Seconds from the end of a stream to the abort of its unfinished requests, as in SGLang."""
 
 
-async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", recv_obj: Any) -> None:
+async def receive_outputs(original: Callable[..., Awaitable[None]], manager: TokenizerManager, recv_obj: Any) -> None:
     """Hook around ``TokenizerManager._handle_batch_output``, which wakes the handlers: put messages for streamed requests in their queues."""
     if not isinstance(recv_obj, Outputs):
         await original(manager, recv_obj)
@@ -63,14 +59,14 @@ async def receive_outputs(original: Callable[..., Awaitable[None]], manager: "To
 
 
 def wait_one_response(
-    original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", request: "Request | None" = None
+    original: Callable, manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None = None
 ) -> AsyncIterator[dict[str, Any]]:
     """Hook around ``TokenizerManager._wait_one_response``: notifies the queue of a stream when its client asks for the next chunk."""
     chunks = original(manager, obj, request)
     return _take_chunks(manager, obj, chunks) if _is_streamed(obj) else chunks
 
 
-async def _take_chunks(manager: "TokenizerManager", obj: GenerateReqInput, chunks: AsyncGenerator) -> AsyncIterator[dict[str, Any]]:
+async def _take_chunks(manager: TokenizerManager, obj: GenerateReqInput, chunks: AsyncGenerator) -> AsyncIterator[dict[str, Any]]:
     state = manager.rid_to_state[obj.rid]
     async with aclosing(chunks):
         try:
@@ -232,7 +228,7 @@ def _divider(recv_obj: Outputs) -> Callable[[Sequence[int]], Outputs]:
     return select
 
 
-def _queue_of(original: Callable[..., Awaitable[None]], manager: "TokenizerManager", rid: str) -> ChunkQueue | None:
+def _queue_of(original: Callable[..., Awaitable[None]], manager: TokenizerManager, rid: str) -> ChunkQueue | None:
     """The queue of a streamed request. None if the request is unknown or not streamed."""
     state = manager.rid_to_state.get(rid)
     if state is None or not _is_streamed(state.obj):
@@ -256,7 +252,7 @@ def _is_streamed(obj: object) -> bool:
     return isinstance(obj, GenerateReqInput) and bool(obj.stream)
 
 
-def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
+def abort_unfinished(original: Callable, manager: TokenizerManager, obj: GenerateReqInput) -> BackgroundTasks:
     """Replaces ``TokenizerManager.create_abort_task``: abort only the requests that were unfinished when their stream ended.
 
     Two seconds after the end of a stream SGLang aborts the request with its id, in case the client has disconnected. By then another

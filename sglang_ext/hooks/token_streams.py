@@ -13,18 +13,16 @@ multiple. :func:`send_unstreamed` sends the first token at once, and then the to
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer, _GenerationStreamAccumulator
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer, _GenerationStreamAccumulator
 
 STREAMED = "kv_streamed"
 """Attribute of a request: its numbers of output tokens and reasoning tokens when it was last streamed."""
 
 
 def stream_each_token(
-    original: Callable, streamer: "SchedulerOutputStreamer", reqs: "list[Req]", return_logprob: bool, skip_req: "Req | None" = None
+    original: Callable, streamer: SchedulerOutputStreamer, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None
 ) -> None:
     """Hook around ``SchedulerOutputStreamer.stream_output``: stream each new token of ``reqs`` on its own.
 
@@ -41,7 +39,7 @@ def stream_each_token(
     original(streamer, reqs, return_logprob, skip_req)
 
 
-def _replay(req: "Req") -> "_Replay | None":
+def _replay(req: Req) -> "_Replay | None":
     """The replay of a streamed request's new tokens except the newest. None if it has at most one new token."""
     num_streamed, num_reasoning = getattr(req, STREAMED, (0, 0))
     num_tokens = len(req.output_ids_through_stop)
@@ -56,7 +54,7 @@ class _Replay:
     """The states of a request after each of its ``num_steps`` new tokens except the newest."""
 
     # Hidden states need no replay: a request that returns them gets one token per round.
-    def __init__(self, req: "Req", num_streamed: int, num_reasoning: int, num_steps: int) -> None:
+    def __init__(self, req: Req, num_streamed: int, num_reasoning: int, num_steps: int) -> None:
         self.req = req
         self.num_steps = num_steps
         self._num_streamed = num_streamed
@@ -81,7 +79,7 @@ class _Replay:
         req.reasoning_tokens = self._reasoning_tokens
 
 
-def send_unstreamed(original: Callable, accumulator: "_GenerationStreamAccumulator", *, req: "Req") -> None:
+def send_unstreamed(original: Callable, accumulator: _GenerationStreamAccumulator, *, req: Req) -> None:
     """Hook around ``accept``: send the tokens of an answer that is not streamed at its first token and at each interval.
 
     A request that is prefilled again lacks its newest token until its last round ends (hooks/transfer.py:prefill_again). Until then it

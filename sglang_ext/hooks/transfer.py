@@ -16,10 +16,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_ext.managers.kv_transfer.feature import KVTransfer
 from sglang_ext.managers.kv_transfer.progressive.handshakes import retry_room
@@ -28,13 +32,6 @@ from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveRece
 from sglang_ext.managers.kv_transfer.progressive.sender import ProgressiveSender
 from sglang_ext.managers.kv_transfer.quantized_transfer import QuantizedPromptAllocator
 from sglang_ext.managers.worker import KVWorker
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
-    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-    from sglang.srt.managers.io_struct import AbortReq
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ FAILED = {
 RETRY_ADVICE = "send the request again"
 
 
-def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
+def create_sender(original: Callable, queue: PrefillBootstrapQueue, req: Req, num_kv_heads: int) -> bool:
     """Hook around ``PrefillBootstrapQueue.create_sender``: passes the prompt, its packing and its newest queries to the sender."""
     made = original(queue, req, num_kv_heads)
     if not made or not _sends(req):
@@ -66,7 +63,7 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
     return made
 
 
-def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
+def create_receiver(original: Callable, queue: DecodePreallocQueue, req: Req, is_rebootstrap: bool = False) -> DecodeRequest:
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: prepares the receiver.
 
     It passes the prompt, the destination of its newest queries, its packing, and whether the request may decode early. A request that does
@@ -95,7 +92,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     return made
 
 
-def prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
+def prefill_again(queue: DecodePreallocQueue, req: Req) -> None:
     """Let the prefill server recompute a request that freed its slots, as SGLang does with requests retracted for new weights."""
     # The first token is kept, because the client may have it.
     req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
@@ -104,7 +101,7 @@ def prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
     queue.add(req, is_rebootstrap=True)
 
 
-def expect_quantized(queue: "DecodePreallocQueue", req: "Req", receiver: ProgressiveReceiver, is_rebootstrap: bool) -> None:
+def expect_quantized(queue: DecodePreallocQueue, req: Req, receiver: ProgressiveReceiver, is_rebootstrap: bool) -> None:
     """Plan how a request's prompt arrives, and tell its receiver the slots."""
     prompts = _prompts(queue)
     if prompts is None:
@@ -115,13 +112,13 @@ def expect_quantized(queue: "DecodePreallocQueue", req: "Req", receiver: Progres
         receiver.expect_quantized(lambda: prompts.slots(req, planned))
 
 
-def count_prompt_slots(original: Callable, req: "Req") -> int:
+def count_prompt_slots(original: Callable, req: Req) -> int:
     """Hook around ``DecodePreallocQueue._pre_alloc_fill_len`` and ``_rebootstrap_prefill_len``: the slots of a prompt that arrives quantized."""
     planned = getattr(req, PLANNED, None)
     return original(req) if planned is None else planned.slots
 
 
-def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *prefix: Any, **named_prefix: Any) -> torch.Tensor:
+def pre_alloc(original: Callable, queue: DecodePreallocQueue, req: Req, *prefix: Any, **named_prefix: Any) -> torch.Tensor:
     """Hook around ``DecodePreallocQueue._pre_alloc``: presents tokens in compressed KV to SGLang as a prefix in its padding page."""
     prompts, planned = _prompts(queue), getattr(req, PLANNED, None)
     if planned is None:
@@ -135,7 +132,7 @@ def pre_alloc(original: Callable, queue: "DecodePreallocQueue", req: "Req", *pre
     return slots
 
 
-def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[str] | None = None) -> "list[Req]":
+def pack_ahead(original: Callable, scheduler: Scheduler, rids_to_check: list[str] | None = None) -> list[Req]:
     """Hook around ``process_disagg_prefill_inflight_queue``: packs prompts that wait for a decode server into host memory
     (``--optimistic-prefill-attempts``), so that their full KV can be freed."""
     feature = transfer_feature(scheduler)
@@ -154,18 +151,18 @@ def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[s
     return original(scheduler, rids_to_check)
 
 
-def transfer_feature(scheduler: "Scheduler") -> KVTransfer | None:
+def transfer_feature(scheduler: Scheduler) -> KVTransfer | None:
     """The feature of a scheduler's worker; None in mode full, which has no worker of ours, or if another backend transfers KV."""
     worker = scheduler.draft_worker
     return worker.feature(KVTransfer) if isinstance(worker, KVWorker) else None
 
 
-def _prompts(queue: "DecodePreallocQueue") -> QuantizedPromptAllocator | None:
+def _prompts(queue: DecodePreallocQueue) -> QuantizedPromptAllocator | None:
     feature = transfer_feature(queue.scheduler)
     return None if feature is None else feature.quantized_prompt_allocator(queue.tree_cache)
 
 
-def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
+def prepare_abort(original: Callable, req: Req, error_message: str, status_code: int | None = None) -> None:
     """Hook around ``prepare_abort``, with which SGLang ends the request of a failed room: gives the client a message that it understands.
 
     If SGLang has ended the request before, for example because its grammar could not be compiled, that reason and status stay.
@@ -176,7 +173,7 @@ def prepare_abort(original: Callable, req: "Req", error_message: str, status_cod
         req.finished_reason = req.to_finish
 
 
-def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortReq") -> None:
+def abort_request(original: Callable, scheduler: Scheduler, recv_req: AbortReq) -> None:
     """Hook around ``Scheduler.abort_request``: also notifies the decode side of a request that waits to be computed."""
     # SGLang removes the request from its queue and never polls its sender again.
     waiting = [req for req in scheduler.waiting_queue if _sends(req)]
@@ -187,14 +184,14 @@ def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortRe
             req.disagg_kv_sender.abort()
 
 
-def record_launch(original: Callable, scheduler: "Scheduler") -> None:
+def record_launch(original: Callable, scheduler: Scheduler) -> None:
     """Hook around ``Scheduler._apply_war_barrier``, which follows each launch: records the scheduler's earlier work."""
     if torch.cuda.is_available():
         setattr(scheduler, LAUNCH_EVENT_ATTRIBUTE, torch.cuda.current_stream().record_event())
     original(scheduler)
 
 
-def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None) -> None:
+def send_kv_chunk(original: Callable, scheduler: Scheduler, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
     """Hook around ``send_kv_chunk``: reads the slots of a chunk on a second stream, in parallel with the launched forward.
 
     The last chunk and a cached prefix are not read in this way: the scheduler wrote their slots after that forward was launched.
@@ -215,12 +212,12 @@ def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_c
             original(scheduler, req, last_chunk, end_idx)
 
 
-def _sends(req: "Req") -> bool:
+def _sends(req: Req) -> bool:
     """Whether this backend sends the request's KV. Other senders belong to SGLang's warm-up, or to another backend in a patched fork."""
     return isinstance(getattr(req, "disagg_kv_sender", None), ProgressiveSender)
 
 
-def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
+def _refuse_beyond_pool(queue: DecodePreallocQueue, req: Req) -> None:
     """End a request that does not fit an empty pool. SGLang would let it wait forever, and all requests behind it."""
     if req.to_finish is not None:
         return
@@ -233,7 +230,7 @@ def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req") -> None:
         req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
-def _refusal(req: "Req") -> str | None:
+def _refusal(req: Req) -> str | None:
     """Why SGLang has ended a request before its transfer: it was refused, or aborted while its grammar was compiled. None if it has not."""
     return getattr(req.to_finish, "message", None)
 

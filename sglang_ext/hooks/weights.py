@@ -5,21 +5,17 @@ bytes that are no tensors. SGLang also asserts that the prefix cache could be fl
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch.distributed
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import BaseReq
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.managers.io_struct import BaseReq, UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 # Updates whose handler in SGLang ends with a barrier of all ranks.
 UPDATES_WITH_BARRIER = UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 
 
-def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: "BaseReq") -> "BaseReq":
+def refuse_update(original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: BaseReq) -> BaseReq:
     """Hook around the handlers of ``SchedulerWeightUpdaterManager``: answer with the reason where SGLang's handler raises.
 
     ``recv_req``, a ``...ReqInput``, is the same on all ranks. The returned ``...ReqOutput`` is a failure on all ranks if the update failed
@@ -49,7 +45,7 @@ def refuse_update(original: Callable, manager: "SchedulerWeightUpdaterManager", 
     return outcome if failure is None or not outcome.success else _failed(recv_req, failure)
 
 
-def _failed(recv_req: "BaseReq", reason: str) -> "BaseReq":
+def _failed(recv_req: BaseReq, reason: str) -> BaseReq:
     name = type(recv_req).__name__
     outcome: type = getattr(io_struct, name.replace("ReqInput", "ReqOutput"))
     return outcome(success=False, message=f"{name.removesuffix('ReqInput')} failed: {reason}.")

@@ -8,33 +8,32 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.method_options import offered_methods
-from sglang_ext.config.options import QUANTIZED
+from sglang_ext.config.rules import KVServerArgs
+from sglang_ext.core import TPRanks
+from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+from sglang_ext.layers.forward import AttentionOverrides
+from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
+from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.managers.spec_decode.request_states import RequestStates
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
+from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
+from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_ext.config.rules import KVServerArgs
-    from sglang_ext.core import TPRanks
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-    from sglang_ext.layers.forward import AttentionOverrides
-    from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
-    from sglang_ext.managers.metrics import KVMetrics
-    from sglang_ext.managers.served_methods import ServedMethods
-    from sglang_ext.managers.spec_decode.request_states import RequestStates
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-    from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
-    from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
-    from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.layouts.base import KVLayout
-    from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 FeatureType = TypeVar("FeatureType", bound="Feature")
 
@@ -51,34 +50,34 @@ class Worker(Protocol):
         compressed_kv: Compressed KV of all requests; None before the prefix tree exists.
     """
 
-    server_args: "KVServerArgs"
-    model_runner: "ModelRunner"
-    target_worker: "TpModelWorker"
-    req_to_token_pool: "ReqToTokenPool"
+    server_args: KVServerArgs
+    model_runner: ModelRunner
+    target_worker: TpModelWorker
+    req_to_token_pool: ReqToTokenPool
     lossy: bool
     max_verify_tokens: int
-    methods: "ServedMethods"
-    requests: "RequestStates"
-    ranks: "TPRanks"
-    metrics: "KVMetrics"
-    memory: "ReservedMemory"
-    attentions: "AttentionOverrides"
-    graphs: "VerifyGraphSet | None"
-    queries: "QueryWindows"
-    buffers: "KVBuffers"
-    layout: "KVLayout"
-    key_derived_data: "KeyDerivedData | None"
-    compressed_kv: "CompressedKVCache | None"
+    methods: ServedMethods
+    requests: RequestStates
+    ranks: TPRanks
+    metrics: KVMetrics
+    memory: ReservedMemory
+    attentions: AttentionOverrides
+    graphs: VerifyGraphSet | None
+    queries: QueryWindows
+    buffers: KVBuffers
+    layout: KVLayout
+    key_derived_data: KeyDerivedData | None
+    compressed_kv: CompressedKVCache | None
     features: "tuple[Feature, ...]"
 
     @property
     def max_requests(self) -> int:
         """Maximum number of running requests."""
 
-    def feature(self, kind: "type[FeatureType]") -> "FeatureType | None":
+    def feature(self, kind: type[FeatureType]) -> FeatureType | None:
         """The feature of this class; None if no flag enables it."""
 
-    def method_of(self, req: "Req") -> "CompressionMethod | None":
+    def method_of(self, req: Req) -> CompressionMethod | None:
         """The compression method of a waiting request; None if it is served with full KV."""
 
 
@@ -97,10 +96,10 @@ class Feature:
     gauges: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     counters: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    def __init__(self, args: "KVServerArgs") -> None:
+    def __init__(self, args: KVServerArgs) -> None:
         self.args = args
 
-    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: MemoryPlanner, requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Bytes on the device outside SGLang's pool, by field of :class:`MemoryPlan`, for at most ``requests`` running requests.
 
         ``tokens``: of SGLang's pool. ``rings``: number of query rings. A ring stores the newest queries of one request.
@@ -110,11 +109,11 @@ class Feature:
     def on_graphs_captured(self, worker: Worker) -> None:
         """Prepare for the first request, once SGLang created the pool, backends and graphs. An exception stops the server."""
 
-    def selector(self, worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+    def selector(self, worker: Worker, method: CompressionMethod) -> "AsyncSelector | None":
         """Create the object that selects tokens while steps run; None for none. Methods that select in steps are served alone."""
         return None
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: TieredRadixCache) -> FullKVProvider | None:
         """Create the full-KV provider; None to keep full KV on the device."""
 
     def metrics(self, worker: Worker) -> Iterator[MetricValue]:
@@ -122,16 +121,16 @@ class Feature:
         yield from ()
 
 
-def _uses_quantized_attention(args: "KVServerArgs") -> bool:
+def _uses_quantized_attention(args: KVServerArgs) -> bool:
     """Whether full KV is freed once quantized blocks hold all tokens, or prompts attend to quantized KV."""
-    if args.kv_prefill == QUANTIZED:
+    if args.kv_prefill == options.QUANTIZED:
         return True
     frees = args.kv_mode == "lossy" and options.why_full_kv_stays(args) is None
     return frees and any(offer.quant_method for offer in offered_methods(args))
 
 
 # Dotted name of each class, and whether the server's arguments, as SGLang resolved them, enable it.
-FEATURES: "dict[str, Callable[[KVServerArgs], bool]]" = {
+FEATURES: dict[str, Callable[[KVServerArgs], bool]] = {
     "sglang_ext.managers.kv_transfer.feature.KVTransfer": options.has_progressive_transfer,
     "sglang_ext.managers.kv_offload.feature.HostOffload": lambda args: bool(args.kv_host_gb),
     "sglang_ext.managers.prefix_storage.PrefixStorage": options.has_prefix_store,
@@ -141,18 +140,18 @@ FEATURES: "dict[str, Callable[[KVServerArgs], bool]]" = {
 }
 
 
-def load_features(args: "KVServerArgs") -> tuple[Feature, ...]:
+def load_features(args: KVServerArgs) -> tuple[Feature, ...]:
     """Import and create the features that a server's arguments enable, in the order of :data:`FEATURES`."""
     return tuple(pkgutil.resolve_name(name)(args) for name, is_enabled in FEATURES.items() if is_enabled(args))
 
 
-def create_selector(worker: Worker, method: "CompressionMethod") -> "AsyncSelector | None":
+def create_selector(worker: Worker, method: CompressionMethod) -> "AsyncSelector | None":
     """Create the selector of the first feature that has one. ``method``: the server's first compression method."""
     selectors = (feature.selector(worker, method) for feature in worker.features)
     return next((selector for selector in selectors if selector is not None), None)
 
 
-def create_full_kv_provider(worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider:
+def create_full_kv_provider(worker: Worker, tree_cache: TieredRadixCache) -> FullKVProvider:
     """Create the full-KV provider of a server. At most one feature has one; without any, full KV stays on the device."""
     created = [feature.full_kv_provider(worker, tree_cache) for feature in worker.features]
     providers = [provider for provider in created if provider is not None]

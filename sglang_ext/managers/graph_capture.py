@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache import allocation
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
-from sglang_ext.layers.attention import torch_native
-from sglang_ext.layers.forward import AttentionOverride, use_plain_decoding
+from sglang_ext.config.rules import KVServerArgs
+from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
+from sglang_ext.layers.forward import AttentionOverride
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressed.queries import QueryWindows
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_ext.config.rules import KVServerArgs
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +27,12 @@ logger = logging.getLogger(__name__)
 PLAN = "_pin_memory_int_workspace_buffer"
 
 
-def prepare_backends(model_runner: "ModelRunner") -> None:
-    """Let SGLang create backends and graphs of plain decoding, with one token per request, and our ``torch_native`` backend."""
-    use_plain_decoding(model_runner)
-    torch_native.register()
-
-
 def capture_verify_graphs(
-    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
-) -> "VerifyGraphSet | None":
+    args: KVServerArgs, model_runner: ModelRunner, queries: QueryWindows, verifier: AttentionBackend | None
+) -> VerifyGraphSet | None:
     """Capture verification graphs, which record queries. None if the server does not verify, or SGLang captured no graphs."""
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, reserve_logits_buffer
-
     widths, tokens = options.verify_widths(args), max_captured_tokens(args, model_runner)
     reserve_logits_buffer(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
@@ -53,7 +43,7 @@ def capture_verify_graphs(
     return VerifyGraphSet(captured)
 
 
-def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> int:
+def max_captured_tokens(args: KVServerArgs, model_runner: ModelRunner) -> int:
     """Tokens of the largest forward that is captured in addition to SGLang's own: a verification, or a step if nothing is verified."""
     # SGLang rounds the number of requests up if ranks share a batch.
     width = 1 if args.kv_mode == "lossy" else options.verify_widths(args)[-1]
@@ -62,7 +52,7 @@ def max_captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> in
 
 
 def create_compressed_attention(
-    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
+    args: KVServerArgs, model_runner: ModelRunner, queries: QueryWindows, selection_interval: int, layout: KVLayout, on_gpu: bool
 ) -> AttentionOverride | None:
     """Create the attention over compressed KV that does not consist of plain tokens; None if the model's own attention reads it."""
     if not on_gpu:
@@ -79,7 +69,7 @@ def create_compressed_attention(
         return decode_graphs.create_attention(model_runner, layout)
 
 
-def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -> "VerifyAttention | None":
+def create_verify_attention(args: KVServerArgs, model_runner: ModelRunner) -> "VerifyAttention | None":
     """Attention of verifications without a graph; None for the model's own."""
     # fa3 accepts only equal numbers of tokens per request.
     if args.kv_mode == "lossy" or model_runner.decode_attention_backend_str not in ("triton", "fa3"):
@@ -89,7 +79,7 @@ def create_verify_attention(args: "KVServerArgs", model_runner: "ModelRunner") -
     return VerifyAttention(model_runner)
 
 
-def unpin_plans(model_runner: "ModelRunner", graphs: "VerifyGraphSet | None") -> None:
+def unpin_plans(model_runner: ModelRunner, graphs: VerifyGraphSet | None) -> None:
     """Move FlashInfer's plans to unpinned memory, so that rounds can be launched further ahead of the device than SGLang's forwards.
 
     FlashInfer writes the plan of a forward (which block reads which KV) to pinned memory, and the device copies it when it reaches the

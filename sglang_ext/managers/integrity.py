@@ -4,9 +4,9 @@ The checks read all slots in use. So they run only if SGLang's own checks are st
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.managers.spec_decode.planner import RoundPlan
@@ -14,11 +14,8 @@ from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
-
-def check_round(reqs: "Sequence[Req]", plan: RoundPlan, provider: FullKVProvider, compressed_kv: CompressedKVCache) -> None:
+def check_round(reqs: Sequence[Req], plan: RoundPlan, provider: FullKVProvider, compressed_kv: CompressedKVCache) -> None:
     """Check the slots that the forwards of a round read and write, before they run (:func:`check`)."""
     table, verify_reqs = compressed_kv.token_table, set(plan.verify_reqs)
     written, exact = [], {}

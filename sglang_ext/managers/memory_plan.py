@@ -7,24 +7,21 @@ Not planned: intermediate results of steps and of captured verifications. Like t
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_ext.config import options, selection_options
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import OptionError
-from sglang_ext.layers.forward import first_attention_layer, attention_scaling
+from sglang_ext.layers.forward import attention_scaling, first_attention_layer
 from sglang_ext.layers.kernels.gpu_launch import capability
 from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.selection.scoring_keys import KeySpec
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_ext.config.rules import KVServerArgs
-    from sglang_ext.mem_cache.compressors.step_selectors import Quest
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ class ModelSizes:
     context: int
 
     @classmethod
-    def of(cls, model_runner: "ModelRunner") -> "ModelSizes":
+    def of(cls, model_runner: ModelRunner) -> "ModelSizes":
         """The sizes of a loaded model."""
         attention, config = first_attention_layer(model_runner.model), model_runner.model_config
         return cls(
@@ -136,7 +133,7 @@ class MemoryPlanner:
     ``backend``: attention of decoding and verifications. ``capability``: compute capability of an NVIDIA GPU; otherwise None.
     """
 
-    args: "KVServerArgs"
+    args: KVServerArgs
     model: ModelSizes
     served: ServedMethods
     backend: str
@@ -145,7 +142,7 @@ class MemoryPlanner:
     features: Sequence[MemoryUser] = ()
 
     @classmethod
-    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods, features: Sequence[MemoryUser]) -> "MemoryPlanner":
+    def of(cls, args: KVServerArgs, model_runner: ModelRunner, served: ServedMethods, features: Sequence[MemoryUser]) -> "MemoryPlanner":
         """The planner for a loaded model."""
         backend, there = args.get_attention_backends()[1], torch.empty(0, device=model_runner.device)
         return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, capability(there), features)
@@ -163,7 +160,7 @@ class MemoryPlanner:
         return KeySpec(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
 
     @property
-    def paging(self) -> "Quest | None":
+    def paging(self) -> Quest | None:
         """The method that selects within attention; None if there is none."""
         return next((method.compressor for method in self.served.methods if method.compressor.in_attention), None)
 
@@ -279,7 +276,7 @@ class ReservedMemory:
         OptionError: The weights leave less memory than the plan needs.
     """
 
-    def __init__(self, planner: MemoryPlanner, model_runner: "ModelRunner") -> None:
+    def __init__(self, planner: MemoryPlanner, model_runner: ModelRunner) -> None:
         self._planner = planner
         self.model, self.ahead = planner.model, planner.ahead
         model_runner.init_kv_cache_configurator()
@@ -330,4 +327,3 @@ class ReservedMemory:
         plan = self._planner.plan(requests, tokens, min(requests, self._rings))
         logger.info("sglang-ext: %s", plan)
         return plan
-

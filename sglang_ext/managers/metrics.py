@@ -139,17 +139,8 @@ class KVMetrics(MetricSet):
 
     def observe_round(self, spent: "RoundTimes") -> None:
         """Report the seconds of a round's parts."""
-        if not self._gauges:
-            return
         parts = {"draft": spent.draft_step, "rest": spent.rest} if spent.num_draft_steps else {"step": spent.plain_step}
-        for part, seconds in parts.items():
-            if seconds is not None:
-                self._set_total("round_seconds", seconds, part)
-
-    def observe_drafting(self, figures: Mapping[str, float | None]) -> None:
-        """Set the gauges of drafting, by name. A figure that is None becomes 0."""
-        for name, value in figures.items() if self._gauges else ():
-            self._set_total(name, value or 0.0)
+        self.observe(("round_seconds", seconds, part) for part, seconds in parts.items() if seconds is not None)
 
     def observe_pool(self, compressed_kv: "CompressedKVCache", more: Iterable[tuple] = ()) -> None:
         """Report the bytes of compressed KV and of queries, and ``more``, the values of features (``MetricValue`` in feature.py)."""

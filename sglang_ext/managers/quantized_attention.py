@@ -3,25 +3,21 @@
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from sglang_ext.config import options
-from sglang_ext.config.options import QUANTIZED
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.quantized_prefill import QuantizedExtend, QuantizedPrefill
 from sglang_ext.layers.kernels.packed import integer_prefill
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes
 from sglang_ext.managers.feature import Feature, MetricValue, Worker
+from sglang_ext.managers.memory_plan import MemoryPlanner
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.prefix_cache.quantized_only import QuantizedOnlyKV
 from sglang_ext.mem_cache.prefix_cache.quantized_prefill_kv import QuantizedPrefillKV
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_ext.managers.memory_plan import MemoryPlanner
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +27,9 @@ class QuantizedAttention(Feature):
 
     prefill: QuantizedPrefill | None = None
 
-    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: MemoryPlanner, requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Codes of a prompt as long as a row of the token table (layers/attention/quantized_prefill.py)."""
-        if not planner.on_gpu or self.args.kv_prefill != QUANTIZED:
+        if not planner.on_gpu or self.args.kv_prefill != options.QUANTIZED:
             return {}
         model, quantizer = planner.model, next(m.quantizer for m in planner.served.methods if m.quantizer is not None)
         partition = quantizer.partition
@@ -48,7 +44,7 @@ class QuantizedAttention(Feature):
         Raises:
             OptionError: The kernels do not support the model's heads.
         """
-        if self.args.kv_prefill != QUANTIZED:
+        if self.args.kv_prefill != options.QUANTIZED:
             return
         self.prefill = QuantizedPrefill(worker.layout.layout, worker.buffers.first_head)
         if worker.buffers.on_gpu:
@@ -56,7 +52,7 @@ class QuantizedAttention(Feature):
         else:
             worker.model_runner.attn_backend.prefill = self.prefill
 
-    def full_kv_provider(self, worker: Worker, tree_cache: "TieredRadixCache") -> FullKVProvider | None:
+    def full_kv_provider(self, worker: Worker, tree_cache: TieredRadixCache) -> FullKVProvider | None:
         """Create the provider that frees full KV in mode lossy. None if full KV stays, or a cache rank holds it."""
         compressed_kv, is_single_server = worker.compressed_kv, self.args.disaggregation_mode == "null"
         packing = [method for method in compressed_kv.methods if method.packs_all]
@@ -70,7 +66,7 @@ class QuantizedAttention(Feature):
             return FullKVProvider(QuantizedPrefillKV(*parts, chunk=chunk if chunk and chunk > 0 else None))
         return FullKVProvider(QuantizedOnlyKV(*parts, recomputes=is_single_server))
 
-    def computing_prompts(self, batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+    def computing_prompts(self, batch: ScheduleBatch, states: list[RequestState]) -> AbstractContextManager[None]:
         """A context in which the prompts of ``batch`` attend to quantized KV. ``states`` are the states of its requests."""
         freed_full_kv = batch.tree_cache.freed_full_kv
         if freed_full_kv is not None:

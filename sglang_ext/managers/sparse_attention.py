@@ -1,30 +1,26 @@
 """Sparse attention: methods that select the tokens of each step on the model's own GPU or CPU. For cache ranks see cache_rank/feature.py."""
 
-from typing import TYPE_CHECKING
-
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import selection_options
 from sglang_ext.managers.feature import Feature, Worker
+from sglang_ext.managers.memory_plan import MemoryPlanner
 from sglang_ext.mem_cache.compressed.async_selector import StreamSelector
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressors.step_selectors import Spade
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, planned_bytes
 
-if TYPE_CHECKING:
-    from sglang_ext.managers.memory_plan import MemoryPlanner
-
 
 class SparseAttention(Feature):
     """Selects tokens on a second stream of the model's GPU (spade), and plans memory for selections."""
 
-    def planned_bytes(self, planner: "MemoryPlanner", requests: int, tokens: int, rings: int) -> dict[str, int]:
+    def planned_bytes(self, planner: MemoryPlanner, requests: int, tokens: int, rings: int) -> dict[str, int]:
         """Workspaces of selections of tokens, and of pages."""
         if not planner.on_gpu:
             return {}
         return {"selection_workspaces": self._token_selection_bytes(planner, rings) + self._page_selection_bytes(planner, requests)}
 
-    def _token_selection_bytes(self, planner: "MemoryPlanner", rings: int) -> int:
+    def _token_selection_bytes(self, planner: MemoryPlanner, rings: int) -> int:
         """Bytes of selections of tokens, as in on_gpu.py, for contexts as long as a row of the token table."""
         model, selecting = planner.model, [m.compressor for m in planner.served.methods if isinstance(m.compressor, Spade)]
         if not selecting:
@@ -34,7 +30,7 @@ class SparseAttention(Feature):
         at_once = [1] if self.args.kv_cache_ranks else [1, rings]
         return sum(planned_bytes(model.layers * count, *sizes) for count in at_once)
 
-    def _page_selection_bytes(self, planner: "MemoryPlanner", requests: int) -> int:
+    def _page_selection_bytes(self, planner: MemoryPlanner, requests: int) -> int:
         """Bytes of selections of pages, as in quest_pages.py, in rows of the token table; the layers of a step share them."""
         paging = planner.paging
         if paging is None:

@@ -4,16 +4,17 @@ Initialization has four stages: model, KV pool, CUDA graphs, prefix tree. Then t
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import exit_on_refusal
 from sglang_ext.config import options
 from sglang_ext.core import EARLY_ROWS, TPRanks
-from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides
+from sglang_ext.layers.attention import torch_native
+from sglang_ext.layers.forward import AttentionOverride, AttentionOverrides, use_plain_decoding
 from sglang_ext.managers import graph_capture
 from sglang_ext.managers.feature import FeatureType, create_full_kv_provider, create_selector, load_features
 from sglang_ext.managers.memory_plan import MemoryPlanner, ReservedMemory
@@ -21,20 +22,19 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.served_methods import ServedMethods, copy_methods
 from sglang_ext.managers.spec_decode.decode_loop import DecodeLoop, create_decode_loop
 from sglang_ext.managers.spec_decode.request_states import RequestStates, fallback_reason
-from sglang_ext.managers.spec_decode.round_result import KVDraftInput
+from sglang_ext.managers.spec_decode.round_result import KVDraftInput, RoundResult
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache, CompressionMethod
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, reserve_queries, set_key_write_callback
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
 
 class KVWorker(BaseSpecWorker):
-    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features (feature.py) add optional capabilities."""
+    """Verified and lossy decoding inside SGLang's scheduler, without a draft model. Features read what ``Worker`` of feature.py lists."""
+
+    # The target model drafts.
+    _draft_worker = None
 
     @exit_on_refusal
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
@@ -54,23 +54,19 @@ class KVWorker(BaseSpecWorker):
         self.ranks = TPRanks.from_group(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first, self.features)
         self.attentions = AttentionOverrides()
-        self.graphs: "graph_capture.VerifyGraphSet | None" = None
+        self.graphs: graph_capture.VerifyGraphSet | None = None
         self.compressed_kv: CompressedKVCache | None = None
         self.loop: DecodeLoop | None = None
-        graph_capture.prepare_backends(self.model_runner)
+        # SGLang creates its backends and graphs for one token per request.
+        use_plain_decoding(self.model_runner)
+        torch_native.register()
         reserve_queries(window)
         # Reserve last, because SGLang sizes its pool next, by the free memory.
         planner = MemoryPlanner.of(server_args, self.model_runner, self.methods, self.features)
         self.memory = ReservedMemory(planner, self.model_runner)
 
     def feature(self, kind: type[FeatureType]) -> FeatureType | None:
-        """The feature of this class; None if no flag enables it."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
-
-    @property
-    def draft_worker(self) -> None:
-        """None: the target model drafts."""
-        return None
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -116,7 +112,7 @@ class KVWorker(BaseSpecWorker):
             feature.on_graphs_captured(self)
 
     @torch.no_grad()
-    def bind_tree_cache(self, tree_cache: "TieredRadixCache") -> None:
+    def bind_tree_cache(self, tree_cache: TieredRadixCache) -> None:
         """Create the compressed KV cache and the decode loop. SGLang has created the prefix tree, and serves no request yet.
 
         Compiles kernels, starts cache ranks, and attaches host memory and the prefix store to the tree.
@@ -142,14 +138,12 @@ class KVWorker(BaseSpecWorker):
 
     @property
     def max_requests(self) -> int:
-        """Maximum number of running requests."""
         return min(self._rows - 1, self.server_args.max_running_requests or self._rows)
 
-    def method_of(self, req: "Req") -> CompressionMethod | None:
-        """The compression method of a waiting request; None if it is served with full KV."""
+    def method_of(self, req: Req) -> CompressionMethod | None:
         return None if fallback_reason(req) else self.compressed_kv.methods[self.requests.method_of(req)]
 
-    def _create_compressed_kv(self, tree_cache: "TieredRadixCache") -> CompressedKVCache:
+    def _create_compressed_kv(self, tree_cache: TieredRadixCache) -> CompressedKVCache:
         args, allocator = self.server_args, self.token_to_kv_pool_allocator
         methods = copy_methods(args, self.methods.methods, allocator.page_size, self.layout)
         return CompressedKVCache(
@@ -192,7 +186,7 @@ class KVWorker(BaseSpecWorker):
         """Update the target model. SGLang calls the draft worker, if there is one."""
         return self.target_worker.update_weights_from_tensor(recv_req)
 
-    def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    def forward_batch_generation(self, batch: ScheduleBatch, on_publish=None) -> GenerationBatchResult:
         """Run one iteration of SGLang's scheduler: a prefill as in SGLang, or a decode round."""
         self.compressed_kv.poll()
         if batch.tree_cache.freed_full_kv is not None:
@@ -201,7 +195,7 @@ class KVWorker(BaseSpecWorker):
         self.requests.record_result(batch, result)
         return result
 
-    def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
+    def _forward(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
             return self.loop.prefill(batch, on_publish)
         if not batch.forward_mode.is_idle():
@@ -210,9 +204,10 @@ class KVWorker(BaseSpecWorker):
         result.next_draft_input = KVDraftInput(torch.empty(0, dtype=torch.int64))
         return result
 
-    def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count the outcome of a decode round, once it is on the host."""
-        self.loop.account(batch, result)
+    def account(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        """Count the outcome of a decode round, once it is on the host. Ignores results of other forwards."""
+        if isinstance(result, RoundResult):
+            self.loop.report.account(batch, result)
         self._observe_pool()
 
     def _observe_pool(self) -> None:

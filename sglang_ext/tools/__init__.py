@@ -1,4 +1,4 @@
-"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, fit KVzap, score documents."""
+"""Helpers of the commands and benchmarks: start a server, check its flags, send requests, score documents."""
 
 import math
 import shlex
@@ -20,8 +20,6 @@ ROLES = ("prefill", "decode")
 LAST_PORT = 65535
 PROGRESS_SECONDS = 15.0
 """Seconds between two lines about one task, without a terminal."""
-PROMPT_LENGTH_OPTION = "--context-len"
-"""Option of most benchmarks for the length of prompts."""
 
 
 class CommandError(Exception):

@@ -124,9 +124,7 @@ def output_norms(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
     # The output's map comes last. A map of queries may have the same shape.
     maps = [child for child in module.children() if isinstance(child, torch.nn.Linear) and child.in_features == width]
     if not maps:
-        raise CommandError(
-            f"{type(module).__name__} has no linear map of its {width} outputs, which KVzip+ weighs values by: use --target kvzip"
-        )
+        raise CommandError(f"{type(module).__name__} has no linear map of its {width} outputs, which KVzip+ weighs values by: use --target kvzip")
     weight = maps[-1].weight.float().unflatten(1, (kv_heads, -1, dim))
     gram = torch.einsum("jhgd,jhge->hgde", weight, weight)
     values = values.float()

@@ -11,20 +11,16 @@ from sglang.srt.plugins import load_plugins
 from sglang_ext import flag_checks
 from sglang_ext.arguments import CheckedServerArgs
 from sglang_ext.config import disaggregation_options, method_options, options, selection_options
-from sglang_ext.config.disaggregation_options import quantized_transfer_settings
 from sglang_ext.config.model_folder import kv_shape, read_config
-from sglang_ext.config.options import BACKEND
 from sglang_ext.config.rules import option
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.wire import options_mismatch
-from sglang_ext.tools import PROMPT_LENGTH_OPTION, ROLES, CommandError
+from sglang_ext.tools import ROLES, CommandError
 
 EQUAL_LINK_FIELDS = ("kv_reference", "kv_bench_codec", "tp_size")
 """Server arguments that must be equal for a prefill and a decode server with transfer backend ``progressive``."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 """Names of ``--dtype`` and ``--kv-cache-dtype`` with the same meaning."""
-RESERVED_TOKENS = 2
-"""Tokens of the context that SGLang's scheduler does not use. It silently shortens longer outputs."""
 CONFIG = "--config"
 """SGLang's flag for a file with further flags, which only the server reads."""
 
@@ -39,7 +35,7 @@ class _UnresolvedArgs(CheckedServerArgs):
             flag_checks.check_device(self)
 
 
-def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
+def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     """Check the flags of several servers, as :func:`sglang_ext.tools.server_process.check_servers` in another process."""
     load_plugins()  # as a server does: the plugin's class replaces SGLang's server arguments
     parser = argparse.ArgumentParser(add_help=False)
@@ -63,27 +59,12 @@ def check(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0,
             by_role.setdefault(args.disaggregation_mode, (name, args))
         except (CommandError, OptionError) as error:
             raise CommandError(f"the server {name} cannot start: {error}") from error
-        _check_length(Path(model), name, args, max_tokens, length_option)
     if by_role.keys() >= set(ROLES):
         _check_pair(*(by_role[role] for role in ROLES))
 
 
 def _refuse(message: str) -> NoReturn:
     raise CommandError(" ".join(message.split()))
-
-
-def _check_length(model: Path, name: str, args: CheckedServerArgs, max_tokens: int, length_option: str) -> None:
-    """Refuse requests longer than the server's context, if the context is known."""
-    context = args.context_length
-    if not context:
-        config = _config(model) if args.json_model_override_args == "{}" else {}
-        context = None if config.get("rope_scaling") else config.get("max_position_embeddings")
-    if context is not None and max_tokens > context - RESERVED_TOKENS:
-        raise CommandError(
-            f"the server {name} serves prompts of up to {context - RESERVED_TOKENS} tokens with their outputs, and the longest has {max_tokens}: "
-            f"pass shorter prompts ({length_option}) or a shorter --output-len, or, if the model supports it, "
-            f'--server-arg="--context-length {max_tokens + RESERVED_TOKENS}"'
-        )
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -100,7 +81,7 @@ def _head_dim(model: Path) -> int | None:
 
 def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedServerArgs]) -> None:
     """Refuse a prefill and a decode server that cannot transfer KV to each other. Each server is a name and its arguments."""
-    has_links = one[1].disaggregation_transfer_backend == BACKEND
+    has_links = one[1].disaggregation_transfer_backend == options.BACKEND
     flags = ("disaggregation_transfer_backend", *(EQUAL_LINK_FIELDS if has_links else ()))
     compared = {flag: [getattr(args, flag) for _, args in (one, other)] for flag in flags}
     # With different page sizes SGLang's decode server crashes at the first request. Without a flag a page has one token. In mode full SGLang
@@ -113,7 +94,7 @@ def _check_pair(one: tuple[str, CheckedServerArgs], other: tuple[str, CheckedSer
             raise CommandError(f"{option(flag)} is {values[0]} of the server {one[0]} and {values[1]} of the server {other[0]}: give both the same")
     if has_links:
         _check_pools_and_keys(one, other)
-    quantized = [quantized_transfer_settings(args) for _, args in (one, other)]
+    quantized = [disaggregation_options.quantized_transfer_settings(args) for _, args in (one, other)]
     if quantized[0] != quantized[1]:
         raise CommandError(f"the servers {one[0]} and {other[0]} differ in {options_mismatch(*quantized)}")
 

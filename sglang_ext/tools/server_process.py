@@ -1,26 +1,34 @@
-"""Starts an SGLang server as a subprocess, and stops it."""
+"""Starts an SGLang server on a free port of this machine as a subprocess, and stops it."""
 
 import logging
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
-from typing import IO, Self
+from typing import IO
 
 from sglang_ext.config import model_folder
-from sglang_ext.tools import PROMPT_LENGTH_OPTION, CommandError
-from sglang_ext.tools.server_client import HOST, ServerClient, free_port, is_taken
+from sglang_ext.tools import CommandError
 
+HOST = "127.0.0.1"
+HEALTH_SECONDS = 30.0
+"""Default time limit of a health check."""
+PROCESSES = 16
+"""Number of parallel processes that draw from disjoint sets of ports."""
 TAIL_LINES = 25
 """Last lines of a log in an error message."""
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
@@ -37,6 +45,29 @@ _started: "list[ServerProcess]" = []
 """Servers that run, and must be stopped before this process ends."""
 _is_leaving = False
 """Whether a signal is ending this process. Threads then start no further server."""
+_given: set[int] = set()
+"""Ports that this process has returned. No port is returned twice."""
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface to which nothing is bound. Raises :class:`CommandError` if none is found.
+
+    A server binds its port some seconds later. Until then the port stays free. It is below the kernel's range of ephemeral ports, and this
+    process does not return it again. Processes that run at the same time choose among other ports.
+    """
+    for port in random.SystemRandom().sample(range(10000 + os.getpid() % PROCESSES, 32768, PROCESSES), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise CommandError("tried 100 ports of 10000 to 32767, and all are taken: pass --port with a free one")
+
+
+def is_taken(port: int) -> bool:
+    """Whether a process listens on this port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def stop_all() -> None:
@@ -96,35 +127,35 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
     set_handlers(leave_once)
 
 
-def check_servers(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int = 0, length_option: str = PROMPT_LENGTH_OPTION) -> None:
+def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     """Check the model and the flags of several servers, by name, before the first one starts.
 
-    ``max_tokens``: tokens of the longest request, prompt and output; 0 if that is not known. ``length_option``: option for the length of
-    prompts, for the message. Raises :class:`CommandError`, which names the model, or the server and its flag, and the remedy.
+    Raises :class:`CommandError`, which names the model, or the server and its flag, and the remedy.
     """
     problem = model_folder.find_problem(model)
     if problem is not None:
         raise CommandError(f"--model {problem}: pass a Hugging Face folder")
     # Another process imports SGLang, so that the measuring process does not take device memory from the servers.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
-        checker.submit(_check_flags, model, dict(servers), max_tokens, length_option).result()
+        checker.submit(_check_flags, model, dict(servers)).result()
 
 
-def _check_flags(model: str, servers: Mapping[str, Sequence[str]], max_tokens: int, length_option: str) -> None:
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     # The servers log the same warnings.
     warnings.simplefilter("ignore")
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
     from sglang_ext.tools import server_flags
 
-    server_flags.check(model, servers, max_tokens, length_option)
+    server_flags.check(model, servers)
 
 
-class ServerProcess(ServerClient):
+class ServerProcess:
     """An SGLang server that runs as a subprocess, in the environment of this process with the variables ``env``.
 
-    Its context manager starts it, waits until it is healthy, and stops it. On entry it raises :class:`CommandError` if the server ended, or was
-    not healthy in time. Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
+    Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
     """
+
+    health_path = "health"
 
     def __init__(
         self,
@@ -133,11 +164,10 @@ class ServerProcess(ServerClient):
         log: Path,
         port: int = 0,
         start_timeout: float = 300.0,
-        request_timeout: float = 1800.0,
         stop_grace: float = 30.0,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(port or free_port(), request_timeout)
+        self.port = port or free_port()
         self.log = log
         self.command = (
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
@@ -149,19 +179,20 @@ class ServerProcess(ServerClient):
         self.env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Self:
-        self.start()
-        with ExitStack() as on_error:
-            on_error.callback(self.stop)
-            self.wait_healthy()
-            on_error.pop_all()
-        return self
+    @property
+    def url(self) -> str:
+        """URL of the server, without a slash at its end."""
+        return f"http://{HOST}:{self.port}"
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
+        """Whether a GET request to :attr:`health_path` succeeds within ``timeout`` seconds."""
+        with suppress(OSError, HTTPException), urllib.request.urlopen(f"{self.url}/{self.health_path}", timeout=timeout) as response:
+            response.read()
+            return True
+        return False
 
     def start(self) -> None:
-        """Start the server without waiting until it is healthy. Call :meth:`stop` afterwards."""
+        """Start the server without waiting until it is healthy. Call :func:`stop_together` afterwards."""
         if _is_leaving:
             raise CommandError("the benchmark was interrupted and starts no further server; run it again for the rest")
         if is_taken(self.port):
@@ -175,7 +206,7 @@ class ServerProcess(ServerClient):
         _started.append(self)
 
     def wait_healthy(self) -> None:
-        """Wait until a started server is healthy. It may raise, as entry to the context does."""
+        """Wait until a started server is healthy. Raises :class:`CommandError` if it ended, or was not healthy in time."""
         # Keep the process: another thread may stop the server during the wait.
         process = self._process
         assert process is not None
@@ -187,10 +218,6 @@ class ServerProcess(ServerClient):
                 return
             time.sleep(POLL_SECONDS)
         raise CommandError(f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n{self.describe_log()}")
-
-    def stop(self) -> None:
-        """Stop the server: SIGTERM, then SIGKILL to the processes of its group that remain after the grace period."""
-        stop_together([self])
 
     def detach(self) -> subprocess.Popen[bytes] | None:
         """Forget the process, and return it to the caller, who stops it. None if no process runs."""

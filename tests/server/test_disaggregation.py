@@ -24,11 +24,12 @@ from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, Server, assert_same_ans
 from sglang.lang.interpreter import ProgramState
 from waiting import tries, until
 
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 from sglang_ext_bench.client import readings
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router
+from sglang_ext_bench.server import BenchServer
 
 pytestmark = pytest.mark.server
 
@@ -116,17 +117,21 @@ def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pai
     assert EXPECTED_TOKENS < 32 and pair.servers["decode"].metric(copies) == 1
 
 
+class StartedRouter(Router, BenchServer):
+    """SGLang's router, as a context manager, with requests."""
+
+
 @pytest.fixture(scope="module")
-def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedRouter]:
     """SGLang's router before both."""
     pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt, where the package index has it for this machine")
     pair.wait()
     log = tmp_path_factory.mktemp("router") / "router.log"
-    with Router(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, log) as started:
+    with StartedRouter(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, log) as started:
         yield started
 
 
-def test_sglangs_router_sends_requests_through_both(router: Router, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
+def test_sglangs_router_sends_requests_through_both(router: StartedRouter, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
     body, expected = kinds["greedy"]
     assert_stocks(expected, router.request("generate", body))
 

@@ -15,7 +15,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer, SelectionInterval
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, RoundTimer, SelectionInterval
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 
 ROWS = 8
@@ -136,7 +136,7 @@ def loop(compressed_kv: ToyCompressedKV | None = None) -> DecodeLoop:
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
         queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )  # fmt: skip
-    lengths, steps = FixedDraftLength(4), StepRunner(worker)
+    lengths, steps = DraftLength(4, is_fixed=True), StepRunner(worker)
     report = RoundReport(lengths, RoundCosts(), KVMetrics("model"), worker.requests, SelectionInterval((1,)))
     setup = RoundSetup(RoundPlanner(6, 6), compressed_kv, FullKVProvider())
     timer = RoundTimer(lengths, torch.device("cpu"))

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import ROLES, CommandError, split_flags
-from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
 from sglang_ext_bench.jobs.options import AUTO, add_arguments, check_options, server_counts
 from sglang_ext_bench.jobs.results import Job, JobSummary, job_phases, summarize, tables
 from sglang_ext_bench.jobs.sending import JobResponse, PoolUsageMonitor, arrival_times, send_jobs
 from sglang_ext_bench.options import check_port, numbers
+from sglang_ext_bench.server import check_servers
 from sglang_ext_bench.servers_apart import ServersApart, ports_taken
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder

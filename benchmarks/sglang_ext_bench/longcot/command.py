@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from sglang_ext.config.model_folder import read_config
-from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import report
 from sglang_ext_bench.longcot import flops, overlap, packs, results, serving
@@ -18,6 +17,7 @@ from sglang_ext_bench.longcot.flops import ModelShape, token_flops
 from sglang_ext_bench.longcot.options import add_arguments, check_options
 from sglang_ext_bench.longcot.serving import LongcotSummary
 from sglang_ext_bench.prompts import load_prompts, load_tokenizer
+from sglang_ext_bench.server import check_servers
 from sglang_ext_bench.speed import settings
 from sglang_ext_bench.timelines import PackEvent, read_events
 from sglang_ext_bench.prompts import make_prompts

@@ -11,14 +11,13 @@ from typing import Any
 
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import corpus, report
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.methods.measurement import MethodFigures, Prompts, measure
 from sglang_ext_bench.methods.servers import KINDS, SERVER_NAMES, STOCK, MethodServer, all_servers
 from sglang_ext_bench.options import check_counts, numbers
 from sglang_ext_bench.prompts import cut_prompts, load_tokenizer, read_text
-from sglang_ext_bench.server import BenchServer
+from sglang_ext_bench.server import BenchServer, check_servers
 from sglang_ext_bench.speed.decode_limit import kv_token_bytes
 from sglang_ext_bench.speed.settings import log_folder
 

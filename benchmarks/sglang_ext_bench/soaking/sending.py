@@ -37,7 +37,7 @@ References = dict[tuple[int, str], tuple[Sample, ...]]
 
 
 class SoakServer(Protocol):
-    """The methods of :class:`~sglang_ext.tools.server_client.RequestClient` that the traffic calls."""
+    """The methods of :class:`~sglang_ext_bench.server.RequestClient` that the traffic calls."""
 
     def post(self, path: str, body: dict[str, Any]) -> Any: ...
 

@@ -19,7 +19,7 @@ from typing import Any
 from sglang_ext.core import run_periodically
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 from sglang_ext_bench.client import total
 from sglang_ext_bench.server import BenchServer
 

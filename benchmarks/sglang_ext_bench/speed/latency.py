@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import HOST
+from sglang_ext.tools.server_process import HOST
 from sglang_ext_bench.options import file_name, numbers
 from sglang_ext_bench import drawing
 from sglang_ext_bench.server import RequestClient

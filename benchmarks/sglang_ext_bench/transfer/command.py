@@ -10,9 +10,9 @@ from pathlib import Path
 
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
 from sglang_ext_bench.options import check_counts, check_port, numbers
+from sglang_ext_bench.server import check_servers
 from sglang_ext_bench.servers_apart import ports_taken
 from sglang_ext_bench.prompts import make_prompts
 from sglang_ext_bench.speed.settings import log_folder

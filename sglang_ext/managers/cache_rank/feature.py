@@ -77,7 +77,7 @@ def build_attach(
 
     ``requests``: maximum concurrent requests. ``room``: free bytes of each rank on a GPU; None on a CPU.
     """
-    keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
+    keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.step_method(args)
     slots, kv_heads, dim = keys.shape
     longest, bits = min(context, slots), selection_options.score_bits(args)
     most = method.num_kept(longest // method.unit * method.unit)

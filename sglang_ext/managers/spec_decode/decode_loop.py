@@ -8,17 +8,19 @@ congested (VeriCache, section 5: cross-resource staggering).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.config import options, selection_options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.forward import select_requests
+from sglang_ext.managers import integrity
+from sglang_ext.managers.feature import Worker
 from sglang_ext.managers.spec_decode.cost_model import RoundCosts
 from sglang_ext.managers.spec_decode.draft import SimulatedAcceptance, StepRunner, Verifier, prefill
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
@@ -26,16 +28,11 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts, RoundResult, merge_outputs
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, RoundTimer, SelectionInterval
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, RoundTimer, SelectionInterval
 from sglang_ext.managers.spec_decode.sampling import SampledTokens, pick_requests
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_ext.managers.feature import Worker
-
 PublishLengths = Callable[[torch.Tensor], None]
-DecodeBatch = Callable[["ScheduleBatch", PublishLengths | None], RoundResult]
+DecodeBatch = Callable[[ScheduleBatch, PublishLengths | None], RoundResult]
 
 # Rounds between two updates of the share of full KV that leaves the device: times, acceptance and the link change slowly.
 PLACEMENT_INTERVAL = 8
@@ -44,9 +41,7 @@ PLACEMENT_INTERVAL = 8
 class DecodeLoop:
     """Runs the decode rounds of a worker's batches."""
 
-    def __init__(
-        self, worker: "Worker", round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport
-    ):
+    def __init__(self, worker: Worker, round_timer: RoundTimer, steps: StepRunner, verifier: Verifier, setup: RoundSetup, report: RoundReport):
         self.worker = worker
         self.round_timer = round_timer
         self.steps = steps
@@ -65,23 +60,18 @@ class DecodeLoop:
         self.provider.forget(row)
         self.penalties.forget(row)
 
-    def prefill(self, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> GenerationBatchResult:
+    def prefill(self, batch: ScheduleBatch, on_publish: PublishLengths | None) -> GenerationBatchResult:
         """Run a prefill as in SGLang."""
         result = prefill(self.worker, batch, self.penalties, on_publish)
         self.round_timer.interrupt()
         return result
 
-    def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
-        """Count the outcome of a round, once it is on the host. Ignores results of other forwards."""
-        if isinstance(result, RoundResult):
-            self.report.account(batch, result)
-
-    def decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None = None) -> RoundResult:
+    def decode(self, batch: ScheduleBatch, on_publish: PublishLengths | None = None) -> RoundResult:
         """Run one round of the unfinished requests of ``batch``. Loads of full KV are launched while it runs."""
         with self.provider.deferring_loads():
             return decode_unfinished(self._decode, batch, on_publish)
 
-    def _decode(self, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
+    def _decode(self, batch: ScheduleBatch, on_publish: PublishLengths | None) -> RoundResult:
         states = self.worker.requests.states_of(batch)
         plan = self._plan(batch, states)
         lengths = self._known_lengths(batch, plan)
@@ -112,7 +102,7 @@ class DecodeLoop:
         self.round_timer.on_launched()
         return result
 
-    def _plan(self, batch: "ScheduleBatch", states: list[RequestState]) -> RoundPlan:
+    def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> RoundPlan:
         worker, lengths = self.worker, batch.seq_lens_cpu.tolist()
         for state, length in zip(states, lengths):
             # Drop the queries of rejected drafts here: graphs of steps, which may follow, would not overwrite them.
@@ -127,8 +117,6 @@ class DecodeLoop:
         if self.strict:
             alike = (plan.num_steps, plan.rows, plan.row_lens, plan.num_pending, plan.fallbacks, plan.full_kv_reqs, plan.verify_batches)
             worker.ranks.check_equal("a round", alike)
-            from sglang_ext.managers import integrity
-
             integrity.check_round(batch.reqs, plan, self.provider, worker.compressed_kv)
         return plan
 
@@ -151,7 +139,7 @@ class DecodeLoop:
         found = self.provider.policy.choose(acceptance, residency.host.link.restored, worker.compressed_kv.share)
         residency.max_offloaded, self.provider.drafts_per_load = worker.ranks.agree(found)
 
-    def _known_lengths(self, batch: "ScheduleBatch", plan: RoundPlan) -> torch.Tensor | None:
+    def _known_lengths(self, batch: ScheduleBatch, plan: RoundPlan) -> torch.Tensor | None:
         """Tokens of each request after the round, int64 [requests]; None if they depend on a verification."""
         if plan.verify_batches:
             return None
@@ -160,7 +148,7 @@ class DecodeLoop:
         return batch.seq_lens + to_device(counts, batch.seq_lens.device)
 
     def _step(
-        self, batch: "ScheduleBatch", plan: RoundPlan, penalized: RoundPenalties | None
+        self, batch: ScheduleBatch, plan: RoundPlan, penalized: RoundPenalties | None
     ) -> tuple[list[tuple[LogitsProcessorOutput, SampledTokens]], torch.Tensor]:
         """Run the steps of a round, and store drafts that stay pending. Returns the steps, and their tokens, int64 [requests, steps]."""
         own, last_tokens, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
@@ -177,7 +165,7 @@ class DecodeLoop:
         return steps, tokens
 
 
-def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: PublishLengths | None) -> RoundResult:
+def decode_unfinished(decode: DecodeBatch, batch: ScheduleBatch, on_publish: PublishLengths | None) -> RoundResult:
     """Run ``decode`` on the unfinished requests of ``batch``. The result names their positions.
 
     If a grammar cannot be walked (grammar.py), SGLang processes a result after it built the next batch. A request that finishes in it is
@@ -203,7 +191,7 @@ def decode_unfinished(decode: DecodeBatch, batch: "ScheduleBatch", on_publish: P
     return result
 
 
-def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+def select_batch(batch: ScheduleBatch, requests: list[int], where: torch.Tensor) -> ScheduleBatch:
     """A batch of the ``requests`` at these positions. ``where``: the same, int64 on the device."""
     part = select_requests(batch, requests, where)
     part.seq_lens_cpu = batch.seq_lens_cpu[requests]
@@ -217,14 +205,14 @@ def select_batch(batch: "ScheduleBatch", requests: list[int], where: torch.Tenso
     return part
 
 
-def create_decode_loop(worker: "Worker", provider: FullKVProvider) -> DecodeLoop:
+def create_decode_loop(worker: Worker, provider: FullKVProvider) -> DecodeLoop:
     """Create the decode loop of a worker whose compressed KV cache exists."""
     args, compressed_kv, steps = worker.server_args, worker.compressed_kv, StepRunner(worker)
     device, longest = torch.device(worker.model_runner.device), options.max_draft_length(args)
     # If compressed KV has an attention kernel of its own, its steps use that kernel for full KV, too.
     separates_full_kv = bool(args.enable_deterministic_inference) and worker.attentions.compressed is not None
     planner = RoundPlanner(worker.max_verify_tokens - 1, longest, worker.lossy, separates_full_kv)
-    lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedDraftLength(longest)
+    lengths = DraftLength(longest, is_fixed=args.kv_draft_length != "auto")
     interval = SelectionInterval(selection_options.selection_intervals(args)) if worker.methods.selection_interval else None
     costs = RoundCosts(
         weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),

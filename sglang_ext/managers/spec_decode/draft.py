@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.config.options import QUANTIZED
@@ -18,36 +18,31 @@ from sglang_ext.config.request_params import request_acceptance
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
+from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+from sglang_ext.managers.feature import Worker
 from sglang_ext.managers.spec_decode.grammar import GrammarWalk
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
-from sglang_ext.mem_cache.compressed.queries import RecordedRows
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-    from sglang_ext.managers.feature import Worker
-    from sglang_ext.mem_cache.compressed.queries import LayerObserver
+from sglang_ext.mem_cache.compressed.queries import LayerObserver, RecordedRows
 
 
 class StepRunner:
     """Runs the steps of a worker's rounds."""
 
-    def __init__(self, worker: "Worker"):
+    def __init__(self, worker: Worker):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
         self._sampler_cache = SamplerCache(worker.model_runner)
 
-    def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor) -> torch.Tensor:
+    def slots(self, batch: ScheduleBatch, width: int, starts: torch.Tensor) -> torch.Tensor:
         """Slots of ``width`` tokens per request from positions ``starts``, int64 [requests], on."""
         places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
-    def extend_rows(self, batch: "ScheduleBatch", plan: RoundPlan, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend_rows(self, batch: ScheduleBatch, plan: RoundPlan, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write ``slots``, int64 [requests, width], to the rows that a round reads. Returns the rows, and their tokens before."""
         if plan.on_full_kv and not any(plan.num_pending):
             return batch.req_pool_indices, batch.seq_lens
@@ -60,11 +55,11 @@ class StepRunner:
                 compressed_kv.mark_tail_written(state.row, start + width)
         return rows, row_lens
 
-    def forward(self, batch: "ScheduleBatch", inputs: forward.ForwardInputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
+    def forward(self, batch: ScheduleBatch, inputs: forward.ForwardInputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
         """Run one forward. ``on_full_kv``: no row begins with compressed KV."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
-    def verify_sampler(self, batch: "ScheduleBatch", plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
+    def verify_sampler(self, batch: ScheduleBatch, plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
         """The sampler of ``width`` rows of output tokens for each of some requests. ``walks``: their grammars, along the drafts."""
 
         def rows() -> list[LogitRow]:
@@ -72,7 +67,7 @@ class StepRunner:
 
         return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
 
-    def _step_sampler(self, batch: "ScheduleBatch", plan: RoundPlan) -> RowSampler:
+    def _step_sampler(self, batch: ScheduleBatch, plan: RoundPlan) -> RowSampler:
         """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
 
         def rows() -> list[LogitRow]:
@@ -84,7 +79,7 @@ class StepRunner:
 
     def run(
         self,
-        batch: "ScheduleBatch",
+        batch: ScheduleBatch,
         plan: RoundPlan,
         tokens: torch.Tensor,
         slots: torch.Tensor,
@@ -133,7 +128,7 @@ class StepRunner:
                 on_first_step()
         return step_outputs
 
-    def _observe_step(self, ends: dict[int, int], following: int) -> "LayerObserver | None":
+    def _observe_step(self, ends: dict[int, int], following: int) -> LayerObserver | None:
         """The observer of a step's layers, which selects their tokens. Arguments as for :meth:`_select_tokens`."""
         compressed_kv = self.worker.compressed_kv
         if not ends and compressed_kv.async_selector is None:
@@ -185,7 +180,7 @@ class SimulatedAcceptance:
         """What ``--kv-bench-acceptance`` asks for; None if drafts are really verified."""
         return None if probability is None else cls(probability, torch.Generator(device).manual_seed(0))
 
-    def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
+    def probabilities(self, reqs: Sequence[Req]) -> list[float]:
         """The probability that each request asks for, or :attr:`probability`. The frontend refuses other values."""
         return [request_acceptance(self.probability, req.sampling_params.custom_params) for req in reqs]
 
@@ -197,7 +192,7 @@ class SimulatedAcceptance:
 class Verifier:
     """Verifies the drafts of a worker's rounds, with captured ``graphs`` if there are any. ``simulation`` is None outside benchmarks."""
 
-    def __init__(self, worker: "Worker", steps: StepRunner, graphs: "VerifyGraphSet | None", simulation: SimulatedAcceptance | None):
+    def __init__(self, worker: Worker, steps: StepRunner, graphs: VerifyGraphSet | None, simulation: SimulatedAcceptance | None):
         self.worker = worker
         self.steps = steps
         self.graphs = graphs
@@ -205,7 +200,7 @@ class Verifier:
 
     def verify(
         self,
-        batch: "ScheduleBatch",
+        batch: ScheduleBatch,
         plan: RoundPlan,
         requests: list[int],
         step_tokens: torch.Tensor,
@@ -240,7 +235,7 @@ class Verifier:
         return OutputTokens(requests, target_tokens, accepted, sampled)
 
     def _forward(
-        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
+        self, batch: ScheduleBatch, states: list[RequestState], lengths: list[int], tokens: torch.Tensor
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Forward ``tokens``, int64 [requests, width], over the full KV. Returns the output, and int64 positions of the rows."""
         width, count = tokens.shape[1], len(tokens)
@@ -266,7 +261,7 @@ class Verifier:
         with self.worker.queries.recording(recorded):
             return self.steps.forward(batch, inputs), inputs.positions
 
-    def _accepted_counts(self, batch: "ScheduleBatch", target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]) -> torch.Tensor:
+    def _accepted_counts(self, batch: ScheduleBatch, target_tokens: torch.Tensor, drafts: torch.Tensor, max_accepted: list[int]) -> torch.Tensor:
         """Accepted draft tokens of each request, int64 [requests], at most ``max_accepted``: those before the first that differs."""
         width, device = drafts.shape[1], drafts.device
         if self.simulation is None:
@@ -283,7 +278,7 @@ class Verifier:
 
 
 def prefill(
-    worker: "Worker", batch: "ScheduleBatch", penalties: Penalties, on_publish: Callable[[torch.Tensor], None] | None = None
+    worker: Worker, batch: ScheduleBatch, penalties: Penalties, on_publish: Callable[[torch.Tensor], None] | None = None
 ) -> GenerationBatchResult:
     """Admit a batch's requests, compute the KV of their prompts, and sample the token after each prompt."""
     # Admit first: which queries are recorded depends on the method that a request asks for.
@@ -308,7 +303,7 @@ def prefill(
 
 
 def _first_tokens(
-    worker: "Worker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
+    worker: Worker, batch: ScheduleBatch, states: list[RequestState], result: GenerationBatchResult, penalties: Penalties
 ) -> torch.Tensor:
     """Sample the token after each prompt, int64 [requests]. Writes the log-probabilities that requests ask for into ``result``."""
     # The outputs are complete here: SGLang does not prefill a request while a result of it is unprocessed.

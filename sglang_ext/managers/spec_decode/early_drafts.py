@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -20,17 +19,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_ext.core import EARLY_ROWS, EarlyDrafts
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
+from sglang_ext.managers.feature import Worker
 from sglang_ext.managers.spec_decode.penalties import Penalty
 from sglang_ext.managers.spec_decode.planner import SHORT_ROUND
 from sglang_ext.managers.spec_decode.request_states import fallback_reason, is_token_only
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
-    from sglang_ext.managers.feature import Worker
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 CHUNK = 64
 """Tokens of a prompt that one forward computes. Other requests wait for it, and it keeps the logits of all its tokens."""
@@ -54,7 +49,7 @@ class WaitingRequest:
         drafts: Its drafts, int64 [1] each, on the device.
     """
 
-    req: "Req"
+    req: Req
     batch: ScheduleBatch
     sampler: RowSampler
     seed: int
@@ -67,15 +62,15 @@ class WaitingRequest:
     drafts: list[torch.Tensor] = field(default_factory=list)
 
 
-class EarlyDrafter:
-    """Drafts for waiting requests of one rank. All ranks call the methods in the same order. ``max_pending``: limit of a request's pending drafts.
+class AnchorDrafter:
+    """Drafts for waiting requests of one rank, as :class:`EarlyDrafter` of stored_prefixes.py. ``max_pending``: limit of a request's pending drafts.
 
     Attributes:
         requests: Requests that drafted while they waited.
         seconds: Sum of the seconds from the arrival of each to its first draft.
     """
 
-    def __init__(self, worker: "Worker", tree: "TieredRadixCache", max_pending: int) -> None:
+    def __init__(self, worker: Worker, tree: TieredRadixCache, max_pending: int) -> None:
         self._worker, self._tree = worker, tree
         # The first draft is the first token of the output, which the prefill samples. The others are pending in the first round.
         self._max_drafts = 1 + max_pending - SHORT_ROUND
@@ -89,21 +84,15 @@ class EarlyDrafter:
         """Device slots of the requests that draft."""
         return sum(len(each.slots) for each in self._waiting.values())
 
-    def can_draft(self, req: "Req", end: int) -> bool:
+    def can_draft(self, req: Req, end: int) -> bool:
         """Whether a request may draft, whose first ``end`` tokens come from the store."""
         prompt, params = len(req.origin_input_ids), req.sampling_params
         is_plain = not (fallback_reason(req) or req.grammar or Penalty.of(req) or req.return_logprob or len(req.output_ids))
         has_room = bool(self._free_rows) and 0 < prompt - end <= MAX_NEW_TOKENS
         return is_plain and has_room and is_token_only(req) and min(self._max_drafts, params.max_new_tokens) > 1
 
-    def start(self, req: "Req", begin: int, host_pages: torch.Tensor, since: float) -> None:
-        """Load the anchors of a request, unless slots are missing. Returns when the host pages may be overwritten.
-
-        Args:
-            begin: Tokens before the anchors, which the tree had.
-            host_pages: int64 [pages], the anchors of the tokens from ``begin`` on.
-            since: When the request arrived, in seconds of ``time.monotonic``.
-        """
+    def start(self, req: Req, begin: int, host_pages: torch.Tensor, since: float) -> None:
+        """Load the anchors of a request, unless slots are missing. Returns when the host pages may be overwritten."""
         tree, prompt = self._tree, list(req.origin_input_ids)
         nodes = tree.nodes.walk(RadixKey(req.origin_input_ids[:begin], req.extra_key)) if begin else []
         node = nodes[-1] if nodes else tree.nodes.root
@@ -201,7 +190,7 @@ class EarlyDrafter:
             self._tree.token_to_kv_pool_allocator.free(request.slots)
             self._tree.dec_lock_ref(request.node)
 
-    def _create_batch(self, req: "Req") -> ScheduleBatch:
+    def _create_batch(self, req: Req) -> ScheduleBatch:
         """A batch with the fields that a forward and a sampler read."""
         worker, tree = self._worker, self._tree
         config = worker.model_runner.model_config

@@ -8,18 +8,14 @@ drafts, and neither other requests nor a retraction changes an output token.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
-    from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.round_result import OutputTokens, PendingDrafts
 
 # Rows of logits that are penalized at once. Their counts and the intermediate results take memory, too.
 ROWS = 64
@@ -34,7 +30,7 @@ class Penalty:
     stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, req: "Req") -> "Penalty | None":
+    def of(cls, req: Req) -> "Penalty | None":
         """The penalties of a request; None if it asks for none."""
         params = req.sampling_params
         weights = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
@@ -98,7 +94,7 @@ class RoundPenalties:
     their rows of ``counts``. ``overlapped``: whether counts lag behind the outputs by one token.
     """
 
-    def __init__(self, counts: torch.Tensor, places: torch.Tensor, penalties: dict[int, Penalty], batch: "ScheduleBatch", plan: "RoundPlan"):
+    def __init__(self, counts: torch.Tensor, places: torch.Tensor, penalties: dict[int, Penalty], batch: ScheduleBatch, plan: RoundPlan):
         self.counts = counts
         self.places = places
         self.requests = list(penalties)
@@ -109,7 +105,7 @@ class RoundPenalties:
         self._where = to_device(self.requests, counts.device)
         self._step_counts = counts
 
-    def begin_steps(self, bonus_tokens: torch.Tensor, pending_drafts: "PendingDrafts", rows: torch.Tensor) -> None:
+    def begin_steps(self, bonus_tokens: torch.Tensor, pending_drafts: PendingDrafts, rows: torch.Tensor) -> None:
         """Begin the steps of a round. ``bonus_tokens`` and ``rows``: int64 [batch], last output token and row of each request."""
         self._step_counts = self.counts[self.places]
         if any(self.num_pending):
@@ -147,7 +143,7 @@ class RoundPenalties:
             penalties.apply(rows, counts, [self.num_output[place] for place in places])
             by_request[where] = rows
 
-    def count_output(self, bonus_tokens: torch.Tensor, output_tokens: "OutputTokens") -> None:
+    def count_output(self, bonus_tokens: torch.Tensor, output_tokens: OutputTokens) -> None:
         """Count the ``bonus_tokens``, int64 [batch], and the output tokens except the last of each request."""
         tokens = torch.cat([bonus_tokens[:, None], output_tokens.tokens[:, :-1]], 1)[self._where]
         accepted = _mask_of_first(tokens, output_tokens.num_output[self._where])
@@ -196,7 +192,7 @@ class Penalties:
         if self._places.pop(row, None) is not None and not self._places:
             self.counts = self._none
 
-    def penalize_prefill(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
+    def penalize_prefill(self, batch: ScheduleBatch, logits: torch.Tensor) -> None:
         """Penalize the logits after prompts, and outputs of retracted requests, in place: float [requests, vocabulary]."""
         for i, req in enumerate(batch.reqs):
             penalty = Penalty.of(req)
@@ -208,7 +204,7 @@ class Penalties:
             counts = _add(torch.zeros_like(logits[i], dtype=torch.float32), before, penalties)
             penalties.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
-    def for_round(self, batch: "ScheduleBatch", plan: "RoundPlan") -> RoundPenalties | None:
+    def for_round(self, batch: ScheduleBatch, plan: RoundPlan) -> RoundPenalties | None:
         """The penalties of a round, for the requests that have any; None if no request has one."""
         penalties = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
         if not penalties:
@@ -216,7 +212,7 @@ class Penalties:
         places = [self._place(batch, i, plan, penalty) for i, penalty in penalties.items()]
         return RoundPenalties(self.counts, to_device(places, self.counts.device), penalties, batch, plan)
 
-    def _place(self, batch: "ScheduleBatch", i: int, plan: "RoundPlan", penalty: Penalty) -> int:
+    def _place(self, batch: ScheduleBatch, i: int, plan: RoundPlan, penalty: Penalty) -> int:
         req, state = batch.reqs[i], plan.states[i]
         kept, place = self._places.get(state.row, (None, 0))
         if kept is state:
@@ -234,7 +230,7 @@ class Penalties:
         return place
 
 
-def _counted(req: "Req", outputs: int, overlapped: bool) -> list[int]:
+def _counted(req: Req, outputs: int, overlapped: bool) -> list[int]:
     """The first ``outputs`` tokens of an output. Under the overlapped loop, the last token of the prompt comes first."""
     return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 

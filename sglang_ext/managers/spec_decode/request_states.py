@@ -7,18 +7,16 @@ and :func:`meta_info_fields` reads them back under their own names.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.config.method_options import OfferedMethod, method_index
+from sglang_ext.config.rules import KVServerArgs
 from sglang_ext.core import FALLBACK_REASONS, SLOW_DECAY, AcceptanceTracker, EarlyDrafts, RequestState
 from sglang_ext.managers.spec_decode.grammar import can_walk
 from sglang_ext.mem_cache.compressors import catalogue
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
-
-    from sglang_ext.config.rules import KVServerArgs
 
 # SGLang's seed, under --enable-deterministic-inference, for requests without one.
 STOCK_DEFAULT_SEED = 42
@@ -26,7 +24,7 @@ STOCK_DEFAULT_SEED = 42
 NUM_COUNTERS = 7
 
 
-def fallback_reason(req: "Req") -> int:
+def fallback_reason(req: Req) -> int:
     """Why a request can never draft, as an index into ``FALLBACK_REASONS``; 0 if it can.
 
     Custom logit processors have state of their own, SGLang's seeded sampler has no ``min_p``, and hidden states of drafts are of no use.
@@ -42,17 +40,17 @@ def fallback_reason(req: "Req") -> int:
     return 0
 
 
-def namespace(req: "Req") -> str | None:
+def namespace(req: Req) -> str | None:
     """Adapter or salt on which a request's KV also depends (``extra_key`` in SGLang's tree); None if embeddings replace some tokens."""
     return None if req.input_embeds is not None or req.positional_embed_overrides is not None else req.extra_key or ""
 
 
-def is_token_only(req: "Req") -> bool:
+def is_token_only(req: Req) -> bool:
     """Whether tokens alone determine a request's KV, so that another server can compute it from them."""
     return req.lora_id is None and req.multimodal_inputs is None and namespace(req) is not None
 
 
-def output_end(req: "Req") -> int:
+def output_end(req: Req) -> int:
     """Tokens with KV when the output is as long as requested. The KV of the last output token is never computed."""
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
 
@@ -61,18 +59,18 @@ def output_end(req: "Req") -> int:
 class UnprocessedTokens:
     """Tokens that SGLang has not appended to the outputs when it launches the next forward; none if no request has a grammar."""
 
-    reqs: Sequence["Req"] = ()
-    result: "GenerationBatchResult | None" = None
+    reqs: Sequence[Req] = ()
+    result: GenerationBatchResult | None = None
 
     @classmethod
-    def from_result(cls, batch: "ScheduleBatch", result: "GenerationBatchResult") -> "UnprocessedTokens":
+    def from_result(cls, batch: ScheduleBatch, result: GenerationBatchResult) -> "UnprocessedTokens":
         """The unprocessed tokens of a forward of ``batch``."""
         if all(req.grammar is None for req in batch.reqs):
             return cls()
         places = getattr(result, "positions", None)
         return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
 
-    def tokens_of(self, req: "Req", length: int) -> list[int]:
+    def tokens_of(self, req: Req, length: int) -> list[int]:
         """Tokens of a request of ``length`` tokens with KV that are not in its output yet. Waits for the forward that produces them."""
         count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
         if count <= 0:
@@ -87,7 +85,7 @@ class UnprocessedTokens:
 class RequestStates:
     """Draft states of the running requests, by their rows in the token table, and the acceptance of all requests together."""
 
-    def __init__(self, args: "KVServerArgs", offered_methods: Sequence[OfferedMethod]):
+    def __init__(self, args: KVServerArgs, offered_methods: Sequence[OfferedMethod]):
         self.args = args
         self.offered_methods = offered_methods
         self.overall_acceptance = AcceptanceTracker(decay=SLOW_DECAY)
@@ -99,11 +97,11 @@ class RequestStates:
         # Drafts that requests made while they waited, by id, until they are admitted (early_drafts.py).
         self.early_drafts: dict[str, EarlyDrafts] = {}
 
-    def states_of(self, batch: "ScheduleBatch") -> list[RequestState]:
+    def states_of(self, batch: ScheduleBatch) -> list[RequestState]:
         """States of a batch's requests. Those that another server prefilled are admitted in their first round."""
         return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
-    def admit(self, req: "Req", matched: int) -> RequestState:
+    def admit(self, req: Req, matched: int) -> RequestState:
         """Admit a request whose prompt, or a chunk of it, will be computed after ``matched`` cached tokens. Returns its state."""
         row = req.req_pool_idx
         if row in self._states:
@@ -126,7 +124,7 @@ class RequestStates:
         restore_counters(req, state)
         return state
 
-    def new_seed(self, req: "Req") -> int:
+    def new_seed(self, req: Req) -> int:
         """The noise seed of a request that is admitted, or drafts before that."""
         self._admitted += 1
         return noise_seed(req, self.args, self._admitted)
@@ -137,11 +135,11 @@ class RequestStates:
         self.overall_acceptance.observe(offered, accepted)
         self._by_method[state.method].observe(offered, accepted)
 
-    def record_result(self, batch: "ScheduleBatch", result: "GenerationBatchResult") -> None:
+    def record_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Record the result of the newest forward."""
         self.unprocessed_tokens = UnprocessedTokens.from_result(batch, result)
 
-    def method_of(self, req: "Req") -> int:
+    def method_of(self, req: Req) -> int:
         """Index of the method that a request asks for. The frontend refuses unknown names."""
         return method_index(self.offered_methods, req.sampling_params.custom_params) or 0
 
@@ -159,7 +157,7 @@ class RequestStates:
         self.early_drafts.clear()
 
 
-def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
+def noise_seed(req: Req, args: KVServerArgs, admitted: int) -> int:
     """The request's sampling seed if SGLang honours it, in deterministic mode; otherwise a generated one, equal on all ranks."""
     if args.enable_deterministic_inference:
         asked = req.sampling_params.sampling_seed
@@ -169,13 +167,13 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
-def write_counters(req: "Req", state: RequestState) -> None:
+def write_counters(req: Req, state: RequestState) -> None:
     """Write a request's totals to one of SGLang's per-request lists of integers, as :func:`meta_info_fields` reads them."""
     counters = state.verifies, state.offered, state.accepted, state.fallback, state.compressor, state.method, len(state.accept_histogram)
     req.spec_cap_lens_histogram = [*counters, *state.accept_histogram, *state.offer_histogram]
 
 
-def restore_counters(req: "Req", state: RequestState) -> None:
+def restore_counters(req: Req, state: RequestState) -> None:
     """Restore the totals of a retracted request from the list that :func:`write_counters` wrote."""
     record = req.spec_cap_lens_histogram
     if record:

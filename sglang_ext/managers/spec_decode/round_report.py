@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import FALLBACK_REASONS, SLOWER
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+from sglang_ext.core import FALLBACK_REASONS, FALLBACK_WORDS, SLOWER
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.request_states import RequestStates, write_counters
 from sglang_ext.managers.spec_decode.round_result import RoundResult
-from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength, SelectionInterval
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, SelectionInterval
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
     from sglang_ext.managers.kv_transfer.transfer_metrics import TransferTimeline
 
 logger = logging.getLogger(__name__)
@@ -30,19 +30,6 @@ logger = logging.getLogger(__name__)
 LOG_INTERVAL_SECONDS = 60.0
 # A gain is reported at a load that is at most this number of doublings from a measured plain step.
 MAX_LOAD_DISTANCE = 1.0
-# Fallback reasons in words, for the log.
-REASON_WORDS = {
-    "short-context": "contexts are too short to compress",
-    "no-free-slots": "the KV pool has no room for compressed KV",
-    "no-queries": "too few queries are kept to compress",
-    "slower": "drafting would be slower",
-    "min-p": "requests use min_p",
-    "custom-logit-processor": "requests use a custom logit processor",
-    "grammar": "the grammar backend cannot take drafts back",
-    "hidden-states": "requests ask for hidden states",
-    "wrong-scores": "the compressor's scores cannot be used",
-    "no-selection": "no cache rank can select tokens",
-}
 
 
 @dataclass
@@ -83,7 +70,7 @@ class RoundReport:
     ``writes_log``: whether this process logs for all ranks. ``totals``: since the last log line.
     """
 
-    lengths: DraftLength | FixedDraftLength
+    lengths: DraftLength
     costs: RoundCosts
     metrics: KVMetrics
     requests: RequestStates
@@ -102,7 +89,7 @@ class RoundReport:
         if plan.num_draft_steps and self._is_measured(BatchLoad.of(plan.lengths)):
             self.totals.seconds += spent.compressing + spent.whole
 
-    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
+    def account(self, batch: ScheduleBatch, result: RoundResult) -> None:
         """Count the outcome of a round, once it is on the host."""
         plan, tokens = result.plan, 0
         verify_reqs, full_kv_reqs = set(plan.verify_reqs), set(plan.full_kv_reqs)
@@ -170,7 +157,8 @@ class RoundReport:
                 totals.plain_seconds += tokens / len(plan.states) * self.costs.step_seconds(load)
         # Until a round drafts after a log line, report the figures of that line.
         shown = totals if totals.rounds else self._last_totals
-        self.metrics.observe_drafting(shown.figures | {"draft_predicted_gain": self.lengths.predicted_gain})
+        figures = shown.figures | {"draft_predicted_gain": self.lengths.predicted_gain}
+        self.metrics.observe((name, value or 0.0) for name, value in figures.items())
         if now - self._since >= LOG_INTERVAL_SECONDS:
             if self.writes_log:
                 logger.info("sglang-ext: %s", self._line(now - self._since))
@@ -197,8 +185,7 @@ class RoundReport:
         return ", ".join(parts)
 
     def _why(self, reason: int) -> str:
-        words = REASON_WORDS[FALLBACK_REASONS[reason]]
-        predicted = self.lengths.predicted_gain
+        words, predicted = FALLBACK_WORDS[FALLBACK_REASONS[reason]], self.lengths.predicted_gain
         if reason != SLOWER or predicted is None:
             return words
         if predicted > 1:

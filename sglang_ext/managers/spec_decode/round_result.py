@@ -1,20 +1,17 @@
 """Results of a round: output tokens, merged for a batch, as SGLang's result; what SGLang relays to the next round; pending drafts."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.round_timer import RoundMarks
 from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.round_timer import RoundMarks
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -144,8 +141,8 @@ class RoundResult(GenerationBatchResult):
     @classmethod
     def from_outputs(
         cls,
-        model_runner: "ModelRunner",
-        batch: "ScheduleBatch",
+        model_runner: ModelRunner,
+        batch: ScheduleBatch,
         plan: RoundPlan,
         output_tokens: OutputTokens,
         lengths: torch.Tensor,

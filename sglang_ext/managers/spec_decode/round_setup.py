@@ -12,21 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
 from sglang_ext.core import FALLBACK_REASONS, RETRYABLE, RequestState
 from sglang_ext.managers.spec_decode.planner import DraftPlan, RequestView, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.policy import ensure_compressed_kv, tokens_until_refresh
+from sglang_ext.mem_cache.prefix_cache.freed_full_kv import EarlyRequests, FreedFullKV
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
     from sglang_ext.managers.kv_offload.offload_policy import OffloadPolicy
-    from sglang_ext.mem_cache.prefix_cache.freed_full_kv import (
-        EarlyRequests,
-        FreedFullKV,
-    )
-    from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
     from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 MIN_P = FALLBACK_REASONS.index("min-p")
@@ -46,17 +43,17 @@ class FullKVProvider:
     drafts_per_load: int = 0
     residency: "Residency | None" = None
     policy: "OffloadPolicy | None" = None
-    early: "EarlyRequests | None" = None
-    freed_full_kv: "FreedFullKV | None" = None
+    early: EarlyRequests | None = None
+    freed_full_kv: FreedFullKV | None = None
 
-    def __init__(self, freed_full_kv: "FreedFullKV | None" = None) -> None:
+    def __init__(self, freed_full_kv: FreedFullKV | None = None) -> None:
         self.freed_full_kv = freed_full_kv
 
     def deferring_loads(self) -> AbstractContextManager[None]:
         """A context for planning and launching a round, in which loads may be deferred to its end."""
         return nullcontext()
 
-    def on_round_start(self, reqs: "list[Req]", drafting: "dict[int, tuple[TieredNode, int]]", iteration_seconds: float | None) -> None:
+    def on_round_start(self, reqs: list[Req], drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """Process completed loads, and free full KV that is no longer needed. ``iteration_seconds``: measured seconds of a round.
 
         ``drafting``: by row of each request that drafts on compressed KV, the last node of its path, and the number of covered tokens.
@@ -119,7 +116,7 @@ class RoundSetup:
 
     def plan(
         self,
-        batch: "ScheduleBatch",
+        batch: ScheduleBatch,
         states: list[RequestState],
         lengths: list[int],
         wanted: int,
@@ -139,7 +136,7 @@ class RoundSetup:
         ready, failed = self._load(batch.reqs, drafts, headroom)
         return self.planner.verify(drafts, ready, failed, self._draft_rows(drafts, failed), selection_interval)
 
-    def _view(self, req: "Req", state: RequestState, length: int) -> RequestView:
+    def _view(self, req: Req, state: RequestState, length: int) -> RequestView:
         row, provider = state.row, self.provider
         is_early = state.is_early or provider.is_early(row)
         return RequestView(
@@ -157,7 +154,7 @@ class RoundSetup:
             tokens_until_refresh=tokens_until_refresh(self.compressed_kv, state, length) if self.planner.lossy else 0,
         )
 
-    def _compress(self, requests: Iterable[tuple["Req", RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
+    def _compress(self, requests: Iterable[tuple[Req, RequestState, int]], may_compress: bool, headroom: int) -> dict[int, int]:
         """Create or refresh compressed KV. Pins the full KV of requests that read it. Returns ``compressed`` of the planner."""
         found = {}
         for i, (req, state, length) in enumerate(requests):
@@ -176,11 +173,11 @@ class RoundSetup:
                 self.provider.pin_for_round(view.row)
         return found
 
-    def _ensure_compressed(self, req: "Req", view: RequestView, headroom: int) -> int:
+    def _ensure_compressed(self, req: Req, view: RequestView, headroom: int) -> int:
         with self.provider.pin_while_reading(view.row):
             return ensure_compressed_kv(self.compressed_kv, req, view.state, view.length, headroom)
 
-    def _load(self, reqs: Sequence["Req"], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
+    def _load(self, reqs: Sequence[Req], drafts: DraftPlan, headroom: int) -> tuple[set[int], dict[int, int]]:
         """Begin loads for later rounds, and refresh the compressed KV of requests whose full KV is here: ``ready`` and ``failed`` of the planner."""
         arrived = drafts.arrived
         for row in arrived:
@@ -205,7 +202,7 @@ class RoundSetup:
         return found
 
 
-def _is_checked_token_by_token(req: "Req", state: RequestState) -> bool:
+def _is_checked_token_by_token(req: Req, state: RequestState) -> bool:
     """Whether SGLang keeps state of a request from token to token: a grammar, a logit processor, or hidden states."""
     # A fallback names the first of several reasons. min-p does not exclude the others.
     asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)

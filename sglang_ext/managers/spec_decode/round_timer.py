@@ -12,7 +12,6 @@ win: if it avoided half of the rejections and its selections took no time.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,29 +38,16 @@ ENOUGH_VERIFIES, MOST_TRIES = 48, 64
 TRANSIENT_FALLBACKS = (NO_QUERIES, NO_SELECTION)
 
 
-@dataclass(frozen=True)
-class FixedDraftLength:
-    """The draft length of ``--kv-draft-length N``: ``drafts`` steps in each round. Same methods as :class:`DraftLength`."""
-
-    drafts: int
-    predicted_gain: ClassVar[None] = None
-
-    def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
-        """Return the fixed length."""
-        return self.drafts
-
-    def observe(self, spent: RoundTimes) -> None:
-        """Ignore the times of a round."""
-
-
 @dataclass
 class DraftLength:
     """Chooses the draft length of each round, at most ``longest``. Probes and measurements of plain steps do not change the ``chosen`` one.
 
-    ``predicted_gain``: predicted speed of the best length over that of plain decoding, at the last choice; None before the first.
+    ``is_fixed``: each round has the longest (``--kv-draft-length N``). ``predicted_gain``: predicted speed of the best length over that of
+    plain decoding, at the last choice; None before the first.
     """
 
     longest: int
+    is_fixed: bool = False
     chosen: int = 0
     predicted_gain: float | None = None
     # Draft steps since the last plain step.
@@ -73,6 +59,8 @@ class DraftLength:
 
     def choose(self, costs: RoundCosts, load: BatchLoad, probabilities: Sequence[float]) -> int:
         """Return the draft length of the next round; 0 for plain decoding. ``probabilities``: acceptance probability of each request."""
+        if self.is_fixed:
+            return self.longest
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
         seconds = costs.round_seconds(load, drafts.tolist())
@@ -200,7 +188,7 @@ class RoundTimer:
     selects by the queries of steps. ``observers`` are called with each measured round. ``running``: the newest round.
     """
 
-    draft_length: DraftLength | FixedDraftLength
+    draft_length: DraftLength
     device: torch.device
     ranks: TPRanks = TPRanks()
     costs: RoundCosts = field(default_factory=RoundCosts)

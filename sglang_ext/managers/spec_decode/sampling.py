@@ -12,26 +12,22 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers import sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RETRYABLE, RequestState
 from sglang_ext.device import to_device
 from sglang_ext.managers.spec_decode.grammar import MAX_WALKED_DRAFTS, DraftGrammar, GrammarWalk
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-    from sglang_ext.managers.spec_decode.planner import RoundPlan
-    from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
+from sglang_ext.managers.spec_decode.planner import RoundPlan
+from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class LogitRow:
 
 
 def grammar_walks(
-    unprocessed: "UnprocessedTokens", batch: "ScheduleBatch", plan: "RoundPlan", requests: list[int], drafts: torch.Tensor | None = None
+    unprocessed: UnprocessedTokens, batch: ScheduleBatch, plan: RoundPlan, requests: list[int], drafts: torch.Tensor | None = None
 ) -> dict[int, GrammarWalk]:
     """The grammars of ``requests`` that have one, to walk along ``drafts``, int64 [requests, drafts]. Waits for these tokens."""
     rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
@@ -64,7 +60,7 @@ def grammar_walks(
     return walks
 
 
-def sampling_route(req: "Req") -> str:
+def sampling_route(req: Req) -> str:
     """The route through SGLang's sampler that a request takes if it is alone."""
     params = req.sampling_params
     if params.top_k <= 1:
@@ -74,7 +70,7 @@ def sampling_route(req: "Req") -> str:
     return "sorted"
 
 
-def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
+def sampling_batch(batch: ScheduleBatch, rows: list[LogitRow], device: torch.device, logprobs: bool) -> SimpleNamespace:
     """What ``ModelRunner.sample`` reads of a forward batch, except positions. All ``rows`` take one route; all or none have a seed."""
     index, grammars = [row.request for row in rows], [row.grammar for row in rows]
     params, is_greedy = [batch.reqs[i].sampling_params for i in index], sampling_route(batch.reqs[index[0]]) == "greedy"
@@ -102,7 +98,7 @@ def sampling_batch(batch: "ScheduleBatch", rows: list[LogitRow], device: torch.d
     )
 
 
-def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.device) -> "SamplingBatchInfo":
+def pick_requests(info: SamplingBatchInfo, requests: list[int], device: torch.device) -> SamplingBatchInfo:
     """The sampling parameters of the requests at these positions in the batch. Fields about all requests stay those of the batch."""
     index = to_device(requests, device)
 
@@ -163,13 +159,13 @@ class SamplingGroup:
 class RowSampler:
     """Samples from rows of logits, any number of times. A draw does not wait for the device, unless log-probabilities are requested."""
 
-    model_runner: "ModelRunner"
+    model_runner: ModelRunner
     groups: tuple[SamplingGroup, ...]
     count: int
     logprobs: bool
 
     @classmethod
-    def from_rows(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[LogitRow], logprobs: bool) -> "RowSampler":
+    def from_rows(cls, model_runner: ModelRunner, batch: ScheduleBatch, rows: list[LogitRow], logprobs: bool) -> "RowSampler":
         """Group ``rows`` by the route of their request. ``logprobs``: whether to compute the log-probabilities that requests ask for."""
         routes: dict[tuple, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -243,14 +239,14 @@ def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, out
 class SamplerCache:
     """Keeps at most ``most`` samplers while the same requests run: creating one takes a dozen operations on the device."""
 
-    def __init__(self, model_runner: "ModelRunner", most: int = 64):
+    def __init__(self, model_runner: ModelRunner, most: int = 64):
         self.model_runner = model_runner
         self.most = most
         self._owners: list = []
         self._kept: dict[tuple[tuple[int, ...], int, bool], RowSampler] = {}
 
     def get(
-        self, batch: "ScheduleBatch", states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
+        self, batch: ScheduleBatch, states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
     ) -> RowSampler:
         """The sampler of ``width`` rows of each of the ``requests``. ``rows`` makes the rows if a sampler is created."""
         info = batch.sampling_info

@@ -191,7 +191,7 @@ class StoreServer:
             if not 1 <= len(frames) <= 2:
                 raise WireError(f"a message of {len(frames)} frames; one or two are read")
             message = wire.decode_from_client(frames[0].buffer)
-            if isinstance(message, wire.Part) != (len(frames) == 2):
+            if isinstance(message, wire.ObjectPart) != (len(frames) == 2):
                 raise ProtocolViolation(f"a {type(message).__name__} of {len(frames)} frames")
             if isinstance(message, wire.StoreHello):
                 self._welcome(address, message)
@@ -246,7 +246,7 @@ class StoreServer:
         match message:
             case wire.Put(_, name):
                 self._work(client, request, lambda: cache.touch(name), lambda has: self._begin(client, message, has))
-            case wire.Part(_, offset):
+            case wire.ObjectPart(_, offset):
                 self._part(client, request, offset, frames[1].buffer)
             case wire.Count(_, names):
                 self._work(client, request, lambda: cache.count_run(names), answer)
@@ -313,7 +313,7 @@ class StoreServer:
         name, memory = partial.name, partial.memory
         self._work(client, request, lambda: self.cache.store(name, memory), lambda is_new: self._send(client, wire.Answer(request, int(is_new))))
 
-    def _read(self, client: Client, request: int, ranges: Sequence[wire.Range]) -> None:
+    def _read(self, client: Client, request: int, ranges: Sequence[wire.ByteRange]) -> None:
         contents = {name: self.cache.get(name) for name in {each.name for each in ranges}}
         if None not in contents.values() or self.cache.disk is None:
             self._send_ranges(client, request, ranges, contents)
@@ -324,7 +324,7 @@ class StoreServer:
 
         self._work(client, request, load, lambda loaded: self._send_ranges(client, request, ranges, loaded))
 
-    def _send_ranges(self, client: Client, request: int, ranges: Sequence[wire.Range], contents: dict[str, memoryview | None]) -> None:
+    def _send_ranges(self, client: Client, request: int, ranges: Sequence[wire.ByteRange], contents: dict[str, memoryview | None]) -> None:
         payloads, filled = [], []
         for each in ranges:
             content, end = contents[each.name], each.offset + each.size

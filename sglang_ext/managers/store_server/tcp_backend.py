@@ -275,7 +275,7 @@ def _put(connection: StoreConnection, name: str, size: int, parts: Sequence[memo
                 connection.receive([request], wire.Answer)
                 unanswered -= 1
             frame = content[begin : begin + wire.FRAME_BYTES]
-            connection.send(wire.Part(request, offset), frame)
+            connection.send(wire.ObjectPart(request, offset), frame)
             offset += frame.nbytes
             unanswered += 1
     for _ in range(unanswered):
@@ -290,7 +290,7 @@ def _read(connection: StoreConnection, missing: dict[int, "list[Piece]"], filled
         while waiting and len(asked) < connection.outstanding:
             number, index = connection.next_request(), waiting.popleft()
             asked[number] = index
-            connection.send(wire.Read(number, tuple(wire.Range(each.name, each.offset, each.memory.nbytes) for _, each in missing[index])))
+            connection.send(wire.Read(number, tuple(wire.ByteRange(each.name, each.offset, each.memory.nbytes) for _, each in missing[index])))
         answer, frames = connection.receive(asked, wire.Content)
         index = asked.pop(answer.request)
         _copy(missing[index], answer, frames, filled)

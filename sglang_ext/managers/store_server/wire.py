@@ -1,6 +1,6 @@
 """Messages between a store process and its clients: tagged msgspec structs in MessagePack, with bounds on each field.
 
-A message is one ZMQ frame. Bytes of objects follow in further frames: one after ``Part``, and one after ``Content`` for each filled range.
+A message is one ZMQ frame. Bytes of objects follow in further frames: one after ``ObjectPart``, and one after ``Content`` for each filled range.
 A change of the encoded bytes must increment ``VERSION``.
 """
 
@@ -47,7 +47,7 @@ class Put(Message, tag="put"):
     size: ObjectSize
 
 
-class Part(Message, tag="part"):
+class ObjectPart(Message, tag="part"):
     """Bytes of the object of ``Put`` from ``offset``, in a second frame. The last part is answered when the object is stored.
 
     The answer is the number of bytes so far; after the last part it is 1, or 0 if another client stored the object meanwhile.
@@ -64,7 +64,7 @@ class Count(Message, tag="count"):
     names: Names
 
 
-class Range(Message):
+class ByteRange(Message):
     """Bytes ``offset`` to ``offset + size`` of an object."""
 
     name: ObjectName
@@ -76,7 +76,7 @@ class Read(Message, tag="read"):
     """Asks for ranges of at most :data:`MAX_READ_BYTES` together."""
 
     request: Number
-    ranges: Annotated[tuple[Range, ...], Meta(min_length=1, max_length=MAX_RANGES)]
+    ranges: Annotated[tuple[ByteRange, ...], Meta(min_length=1, max_length=MAX_RANGES)]
 
     def __post_init__(self) -> None:
         size = sum(each.size for each in self.ranges)
@@ -117,7 +117,7 @@ class StoreRefused(Message, tag="store-refused"):
 
 
 class Answer(Message, tag="answer"):
-    """Answer to ``Put``, ``Part``, ``Count`` and ``Delete``."""
+    """Answer to ``Put``, ``ObjectPart``, ``Count`` and ``Delete``."""
 
     request: Number
     value: Number
@@ -162,7 +162,7 @@ class Failed(Message, tag="failed"):
     reason: Reason
 
 
-Request = Put | Part | Count | Read | Delete | List | Statistics
+Request = Put | ObjectPart | Count | Read | Delete | List | Statistics
 Reply = Answer | Content | Listing | Totals | Failed
 FromStore = StoreWelcome | StoreRefused | Reply
 decode_from_client: Callable[[bytes | memoryview], StoreHello | Request] = make_decoder(

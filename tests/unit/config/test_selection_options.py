@@ -24,7 +24,7 @@ def spade(**given):
 def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, budget, most):
     args = spade(kv_mode=mode, kv_select=select, kv_select_every=4, kv_select_by="regressed")
     flag_checks.check_flags(args)
-    made = selection_options.spade(args)
+    made = selection_options.step_method(args)
     assert args.kv_budget == budget
     assert (made.most, made.every, made.predictor.name, made.window) == (most, 4, "regressed", 17)
     assert made.each_round == (mode == "verified"), "where nothing is verified, steps alone count"
@@ -124,7 +124,7 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args.kv_mode = "verified"
     assert not selection_options.has_remote_values(args)
     # Copies are made anew when many tokens follow them.
-    assert not selection_options.spade(args).each_round
+    assert not selection_options.step_method(args).each_round
     args.base_gpu_id = 2
     with pytest.raises(OptionError, match="from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache"):
         flag_checks.check_device(args)

@@ -20,7 +20,7 @@ def test_hook_fits_the_installed_sglang(hook):
 
 
 def test_all_hooks_and_private_names_fit_together():
-    assert set(hooking.required_names()) == {*hooks.HOOKS, *hooks.PLAIN_CPU_HOOKS, *hooks.PRIVATE_NAMES}
+    assert set(hooking.REQUIRED) == {*hooks.HOOKS, *hooks.PLAIN_CPU_HOOKS, *hooks.PRIVATE_NAMES}
     hooking.check_hooks("verified")
 
 

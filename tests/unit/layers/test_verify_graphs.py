@@ -89,7 +89,7 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
     monkeypatch.setattr(graph_capture, "get_batch_sizes_to_capture", lambda model, width: ([n for n in bs if n <= 20], []))
     monkeypatch.setattr(verify_attention, "VerifyAttention", lambda model: "verifier")
     monkeypatch.setattr(
-        verify_graphs, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
+        graph_capture, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
     )
     windows = windows_with_rings()
     found = graph_capture.capture_verify_graphs(args, model, windows, graph_capture.create_verify_attention(args, model))

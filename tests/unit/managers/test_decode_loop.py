@@ -23,7 +23,7 @@ from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, RoundPlanner
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput
 from sglang_ext.platforms.plain_cpu import run_without_pinning
@@ -129,7 +129,7 @@ class Toy(DecodeLoop):
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
             verify_sampler=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
         )
-        lengths = FixedDraftLength(drafts)
+        lengths = DraftLength(drafts, is_fixed=True)
         round_timer, report = RoundTimer(lengths, torch.device("cpu")), RoundReport(lengths, RoundCosts(), metrics, worker.requests)
         verifier = Verifier(worker, steps, None, None)
         verifier._forward = self.verify

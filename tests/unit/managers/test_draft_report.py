@@ -7,7 +7,7 @@ import pytest
 
 from sglang_ext.core import SHORT_CONTEXT, SLOWER, RequestState
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.round_timer import DraftLength, FixedDraftLength
+from sglang_ext.managers.spec_decode.round_timer import DraftLength
 from sglang_ext.managers.spec_decode.round_report import RoundReport
 from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.cost_model import BatchLoad, RoundCosts, RoundTimes
@@ -27,8 +27,8 @@ class Clock:
 class Told(KVMetrics):
     """Metrics that keep the last figures."""
 
-    def observe_drafting(self, figures):
-        self.last = figures
+    def observe(self, values):
+        self.last = {name: value for name, value, *_ in values}
 
 
 def round_of(drafts, reason=0):
@@ -53,7 +53,7 @@ def draft(report, rounds=4):
         report.on_round_end(round_of(5), 10)
 
 
-@pytest.mark.parametrize("lengths", [DraftLength(8), FixedDraftLength(5)], ids=["auto", "fixed"])
+@pytest.mark.parametrize("lengths", [DraftLength(8), DraftLength(5, is_fixed=True)], ids=["auto", "fixed"])
 def test_each_minute_a_line_says_what_drafting_gains(lengths, caplog):
     report, clock = report_of(lengths)
     with caplog.at_level(logging.INFO):
@@ -72,12 +72,12 @@ def test_each_minute_a_line_says_what_drafting_gains(lengths, caplog):
 
 
 def test_a_gain_that_nothing_was_measured_for_is_not_made_up(caplog):
-    report, clock = report_of(FixedDraftLength(5), plain=False)
+    report, clock = report_of(DraftLength(5, is_fixed=True), plain=False)
     with caplog.at_level(logging.INFO):
         draft(report)
         clock.now = 61.0
         draft(report)
-    assert report.metrics.last["draft_gain"] is None and "gain not known" in caplog.text
+    assert report.metrics.last["draft_gain"] == 0.0 and "gain not known" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sglang_ext.managers.spec_decode.draft import StepRunner, Verifier
 from sglang_ext.managers.spec_decode.planner import PLAIN_STEPS, SHORT_ROUND, RoundPlan, RoundPlanner
 from sglang_ext.managers.spec_decode.request_states import UnprocessedTokens
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider, RoundSetup
-from sglang_ext.managers.spec_decode.round_timer import FixedDraftLength, RoundTimer
+from sglang_ext.managers.spec_decode.round_timer import DraftLength, RoundTimer
 from sglang_ext.managers.spec_decode.sampling import SampledTokens
 from sglang_ext.mem_cache.compressed.policy import is_compression_near
 from sglang_ext.mem_cache.compressed.queries import RecordedRows
@@ -55,7 +55,7 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
 def test_rounds_in_which_a_request_lacks_queries_tell_nothing_of_drafts():
     seen = []
     costs = SimpleNamespace(observe=lambda load, spent: seen.append(spent.num_draft_steps))
-    round_timer = RoundTimer(FixedDraftLength(4), torch.device("cpu"), costs=costs)
+    round_timer = RoundTimer(DraftLength(4, is_fixed=True), torch.device("cpu"), costs=costs)
     for lacking in ((1,), (2,), ()):
         found = states(2)
         planned = plan(batch([200, 200]), found, round_timer.start_round([200, 200], found)[0], ToyCompressedKV(lacking=lacking))

@@ -12,7 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Model
 
 from sglang_ext import fit as fit_command
 from sglang_ext.core import OptionError
-from sglang_ext.fit import main
+from sglang_ext.fit import (
+    Sampler,
+    SamplingConfig,
+    TextSplit,
+    TrainingConfig,
+    evaluate,
+    load_layer,
+    main,
+    train,
+)
+from sglang_ext.fit import fit as fit_predictor
 from sglang_ext.mem_cache.scores import (
     PREDICTOR_FILE,
     FitRecord,
@@ -21,16 +31,6 @@ from sglang_ext.mem_cache.scores import (
     write_checked,
 )
 from sglang_ext.tools import show_progress
-from sglang_ext.tools.predictor_fit import (
-    Sampler,
-    SamplingConfig,
-    TextSplit,
-    TrainingConfig,
-    evaluate,
-    load_layer,
-    train,
-)
-from sglang_ext.tools.predictor_fit import fit as fit_predictor
 from sglang_ext.tools.reconstruction import (
     AttentionInputs,
     PromptPrefix,

@@ -12,7 +12,8 @@ import pytest
 
 from sglang_ext.hooks.request_body import HEADER
 from sglang_ext.serve_pd import ROUTER, Router
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
+from sglang_ext_bench.server import BenchServer
 
 PARAMS = {"kv_compressor": "kivi"}
 BODIES = {
@@ -20,6 +21,10 @@ BODIES = {
     "v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     "v1/completions": {"model": "m", "prompt": "a"},
 }
+
+
+class StartedRouter(Router, BenchServer):
+    """SGLang's router, as a context manager."""
 
 
 class Backend(ThreadingHTTPServer):
@@ -70,7 +75,7 @@ def router(backends: list[Backend], tmp_path_factory: pytest.TempPathFactory) ->
     """SGLang's router before both."""
     pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt, where the package index has it for this machine")
     log = tmp_path_factory.mktemp("router") / "router.log"
-    with Router(free_port(), [each.server_port for each in backends], free_port(), Path(log)) as started:
+    with StartedRouter(free_port(), [each.server_port for each in backends], free_port(), Path(log)) as started:
         yield started
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext import serve_pd
 from sglang_ext.tools import CommandError
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.tools import CommandError, split_flags
-from sglang_ext.tools.server_process import check_servers
 from sglang_ext_bench import report
 from sglang_ext_bench.longcot.arms import on_gpus
 from sglang_ext_bench.options import check_counts, check_port, names, numbers
@@ -18,6 +17,7 @@ from sglang_ext_bench.quality.suites.comparison import compare
 from sglang_ext_bench.quality.suites.options import GSM8K, RULER, RULER_TASKS, SUITES
 from sglang_ext_bench.quality.suites.runner import ServerSettings, run_cases
 from sglang_ext_bench.quality.suites.stored_results import StoredResults
+from sglang_ext_bench.server import check_servers
 
 
 @dataclass(frozen=True)

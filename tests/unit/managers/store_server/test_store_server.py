@@ -134,13 +134,13 @@ INVALID = {
     "a name with dots": [wire.Count(1, ("../../etc/passwd",))],
     "a name with a new line": [wire.Count(1, (NAME + "\n",))],
     "too many names": [wire.Count(1, (NAME,) * (wire.MAX_NAMES + 1))],
-    "too many bytes": [b"\x93\xa4read\x01\x92" + 2 * encode(wire.Range(NAME, 0, wire.MAX_READ_BYTES))],
+    "too many bytes": [b"\x93\xa4read\x01\x92" + 2 * encode(wire.ByteRange(NAME, 0, wire.MAX_READ_BYTES))],
     "an object of 10 GB": [wire.Put(1, NAME, 10 * 10**9)],
-    "a negative offset": [wire.Read(1, (wire.Range(NAME, -1, 10),))],
-    "a part of no object": [wire.Part(1, 0), b"bytes"],
-    "a part without bytes": [wire.Part(1, 0)],
+    "a negative offset": [wire.Read(1, (wire.ByteRange(NAME, -1, 10),))],
+    "a part of no object": [wire.ObjectPart(1, 0), b"bytes"],
+    "a part without bytes": [wire.ObjectPart(1, 0)],
     "bytes after a count": [wire.Count(1, (NAME,)), b"bytes"],
-    "three frames": [wire.Part(1, 0), b"a", b"b"],
+    "three frames": [wire.ObjectPart(1, 0), b"a", b"b"],
     "many frames": [b"a"] * 100,
     "a message of the store": [wire.Answer(1, 1)],
 }
@@ -174,7 +174,7 @@ def test_bytes_that_are_not_zmq_change_nothing(server: StoreServer, store: Store
 
 def test_a_frame_longer_than_the_bound_is_not_read(server: StoreServer, store: StoreBackend, raw: RawClient) -> None:
     assert raw.ask(wire.Put(1, NAME, len(CONTENT))) == wire.Answer(1, 1)
-    assert raw.ask(wire.Part(1, 0), bytes(MAX_MESSAGE_BYTES + 1)) is None
+    assert raw.ask(wire.ObjectPart(1, 0), bytes(MAX_MESSAGE_BYTES + 1)) is None
     put(store, 2)
     assert has(store, 2) and not has(store, 1)
 
@@ -188,7 +188,8 @@ def test_another_version_is_refused_with_the_remedy(ends: Ends, server: StoreSer
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_changed_messages_are_refused_or_answered(ends: Ends, server: StoreServer, data: st.DataObject) -> None:
-    messages = [wire.Put(1, NAME, len(CONTENT)), wire.Part(1, 0), wire.Count(2, (NAME,)), wire.Read(3, (wire.Range(NAME, 0, 10),)), wire.List(4, True), wire.StoreHello(1)]
+    read = wire.Read(3, (wire.ByteRange(NAME, 0, 10),))
+    messages = [wire.Put(1, NAME, len(CONTENT)), wire.ObjectPart(1, 0), wire.Count(2, (NAME,)), read, wire.List(4, True), wire.StoreHello(1)]
     content = bytearray(encode(data.draw(st.sampled_from(messages))))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -218,7 +219,7 @@ def test_a_damaged_object_is_refused(server: StoreServer, store: StoreBackend) -
 def test_a_client_that_dies_leaves_nothing(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
     dying = ends.raw(server.endpoint)
     assert dying.ask(wire.Put(1, NAME, len(CONTENT))) == wire.Answer(1, 1)
-    assert dying.ask(wire.Part(1, 0), CONTENT[:1000]) == wire.Answer(1, 1000)
+    assert dying.ask(wire.ObjectPart(1, 0), CONTENT[:1000]) == wire.Answer(1, 1000)
     dying.close()
     assert not has(store, 1)
     # Its memory is free again.
@@ -237,7 +238,7 @@ def test_a_client_that_dies_leaves_nothing(ends: Ends, server: StoreServer, stor
 def test_a_client_that_reads_nothing_delays_no_other(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
     put(store, 1)
     lazy = ends.raw(server.endpoint, queued=1)
-    ranges = (wire.Range(NAME, 0, 100_000),) * 40
+    ranges = (wire.ByteRange(NAME, 0, 100_000),) * 40
     for number in range(2 * MAX_WAITING):
         lazy.send(wire.Read(number, ranges))
     begin = time.monotonic()

@@ -18,7 +18,7 @@ from test_stored_prefixes import NUMBERS, PROMPT, UNIT, Store, StoreWorld, hash_
 from tiered_helpers import PAGE, ROWS, kv_of
 
 from sglang_ext.layers.forward import AttentionOverrides
-from sglang_ext.managers.spec_decode.early_drafts import EARLY_ROWS, EarlyDrafter
+from sglang_ext.managers.spec_decode.early_drafts import EARLY_ROWS, AnchorDrafter
 from sglang_ext.managers.spec_decode.request_states import RequestStates
 from sglang_ext.mem_cache.prefix_cache.nodes import below
 from sglang_ext.mem_cache.prefix_store.objects import StoredPage, read_page
@@ -115,7 +115,7 @@ class EarlyWorld(CodedWorld):
             req_to_token_pool=self.table,
             server_args=SimpleNamespace(speculative_algorithm="NONE"),
         )
-        self.drafter = self.stored.drafter = EarlyDrafter(worker, self.cache, MAX_PENDING)
+        self.drafter = self.stored.drafter = AnchorDrafter(worker, self.cache, MAX_PENDING)
 
     def arrive(self, tokens, **params):
         """What SGLang's scheduler does as a request arrives."""

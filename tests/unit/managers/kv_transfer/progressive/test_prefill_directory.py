@@ -16,7 +16,7 @@ from waiting import until
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.kv_transfer.progressive.manager import PrefillDirectory
 from sglang_ext.managers.kv_transfer.progressive.receiver import ProgressiveReceiver
-from sglang_ext.tools.server_client import free_port
+from sglang_ext.tools.server_process import free_port
 
 # Seconds that one turn of a scheduler may take here; an attempt at a server that does not answer takes 5.
 TURN = 1.0
