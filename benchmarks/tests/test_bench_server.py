@@ -119,6 +119,14 @@ class TestClient:
         assert answer.error is not None and "refused" in answer.error
 
 
+@pytest.fixture
+def short_graces(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds of both grace periods, shorter than a user's. Tests whose processes ignore SIGTERM wait for them."""
+    for name in ("INTERRUPTED_GRACE", "ORPHAN_GRACE"):
+        monkeypatch.setattr(server_module, name, 0.5)
+    return 0.5
+
+
 class TestServerProcess:
     def test_taken_port_is_refused(self, tmp_path: Path) -> None:
         with socket.socket() as taken:
@@ -162,15 +170,17 @@ class TestServerProcess:
             assert server.running and server.alive()
         assert not server.running
 
+    @pytest.mark.usefixtures("short_graces")
     def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
-        server = BenchServer("m", (), tmp_path / "log", start_timeout=4.0, stop_grace=0.1)
+        server = BenchServer("m", (), tmp_path / "log", start_timeout=3.0, stop_grace=0.1)
         child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
         server.command = (sys.executable, "-c", leader)
-        with pytest.raises(CommandError, match="not healthy after 4 s"):
+        with pytest.raises(CommandError, match="not healthy after 3 s"):
             server.__enter__()
         assert not is_running(int(server.log.read_text()))
 
+    @pytest.mark.usefixtures("short_graces")
     def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(self, tmp_path: Path) -> None:
         """A signal handler that stops servers may have interrupted code that holds the lock of a process."""
         server = BenchServer("m", (), tmp_path / "log", stop_grace=0.1)
@@ -185,7 +195,7 @@ class TestServerProcess:
             ended = not stopping.is_alive()
         assert ended and process.wait(20) < 0
 
-    def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path) -> None:
+    def test_servers_that_take_their_time_are_ended_at_once(self, short_graces: float, tmp_path: Path) -> None:
         stubborn = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         servers = [BenchServer("m", (), tmp_path / f"log{place}") for place in range(4)]
         for server in servers:
@@ -197,7 +207,7 @@ class TestServerProcess:
         begun = time.monotonic()
         stop_all()
         # Servers that are stopped one after another would each take two grace periods.
-        assert time.monotonic() - begun < len(servers) * (server_module.INTERRUPTED_GRACE + server_module.ORPHAN_GRACE)
+        assert time.monotonic() - begun < len(servers) * 2 * short_graces
         assert not any(server.running or is_running(int(server.log.read_text())) for server in servers)
         for server in servers:
             server.stop()

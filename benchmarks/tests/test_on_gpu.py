@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import gpu_machine
 import pytest
-from check_names import OF_SGLANG, PLAIN
+from check_names import CHECK_NAMES
 
 from sglang_ext.tools import CommandError
 from sglang_ext_bench import on_gpu
@@ -45,7 +45,7 @@ def test_commands_name_files_checks_and_options_that_exist():
             if word.endswith(".py"):
                 assert (ROOT / word).is_file(), word
         if "kernel_checks.py" in step.command:
-            assert set(shlex.split(step.command)[2:]) <= {*PLAIN, *OF_SGLANG}
+            assert set(shlex.split(step.command)[2:]) <= {*CHECK_NAMES}
         calls = list(bench_arguments(step.command))
         assert calls or BENCH not in step.command, name
         for command, *options in calls:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_names import OF_SGLANG, PLAIN
+from check_names import CHECK_NAMES
 
 CHECKS = Path(__file__).parents[1] / "kernels/kernel_checks.py"
 # Of kernels whose warps wait for each other: one that waits for ever is ended with its process.
 APART = ("specialized_prefill",)
 
 
-@pytest.mark.parametrize("check", [*PLAIN, *OF_SGLANG])
+@pytest.mark.parametrize("check", CHECK_NAMES)
 def test_kernel_gives_what_pytorch_gives(check):
     if check in APART:
         subprocess.run([sys.executable, str(CHECKS), check], timeout=300, check=True)

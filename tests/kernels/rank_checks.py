@@ -186,9 +186,10 @@ def check_rank_ahead(device):
 
 def check_row_rank(device, bits):
     """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
-    # Of so many layers that memory of a part is taken again, and so often that it is recorded. The interpreter is slow: it does so once.
-    layers = 4 if device == "cuda" or bits == 16 else 2
-    pair = RowPair(device, torch.float32, layers=layers, keeps=(30, 20), fresh=6)
+    # Of so many layers that memory of a part is taken again, and so often that it is recorded. The interpreter is slow: it does so once,
+    # with one KV head.
+    layers, heads = (4, 2) if device == "cuda" else (4, 1) if bits == 16 else (2, 2)
+    pair = RowPair(device, torch.float32, layers=layers, heads=heads, keeps=(30, 20), fresh=6)
     ranks = [rank_of(pair, plain, "current", bits, apart=not plain) for plain in (False, True)]
     hand_over_contexts(pair, ranks, {0: 100, 1: 40})
     for number in range(1, 6):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shallow_model
+import small_model
 from filelock import FileLock
 from servers import CROWDED, EXPECTED_TOKENS, LEFT, ON_GPU, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
@@ -53,16 +53,20 @@ def names_of(item: pytest.Item) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def model(demo_model: Path) -> Path:
-    """What servers serve: fewer layers of the demo model; all of them on a GPU, where tests of that share the servers."""
-    folder = demo_model.with_name(f"{demo_model.name}-{len(shallow_model.KEPT)}-layers")
-    return demo_model if ON_GPU else shallow_model.prepare(demo_model, folder)
+    """The folder of the model that servers serve: on a CPU a small part of the demo model, on a GPU all of it."""
+    return demo_model if ON_GPU else small_model.prepare(demo_model)
 
 
 @pytest.fixture(scope="session")
-def token_bytes(model: Path) -> int:
+def model_config(model: Path) -> dict[str, Any]:
+    """Hugging Face's ``config.json`` of the model."""
+    return json.loads((model / "config.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def token_bytes(model_config: dict[str, Any]) -> int:
     """Bytes of a token's full KV, over all layers."""
-    config = json.loads((model / "config.json").read_text())
-    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 2 * 4 * model_config["num_hidden_layers"] * model_config["num_key_value_heads"] * model_config["head_dim"]
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ SEEDED = {"sampling_params": {"max_new_tokens": EXPECTED_TOKENS, "temperature": 
 
 
 def test_requests_draft_on_anchors_from_a_slow_store_and_have_stocks_answers(stock, launch, prompts, expected, tmp_path):
-    sampled = [each["output_ids"] for each in stock.ask_all(prompts, 4, **SEEDED)]
+    prompts, expected = prompts[:3], expected[:3]
+    sampled = [each["output_ids"] for each in stock.ask_all(prompts, 3, **SEEDED)]
     store, form = tmp_path / "store", ("--kv-store-form", "anchored")
     first = launch(*flags(store), *form, env=STRICT)
-    found = first.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
+    found = first.ask_all(prompts, 3, **greedy(EXPECTED_TOKENS))
     assert [each["output_ids"] for each in found] == expected
     until(lambda: len(objects(store)) >= sum((len(ids) + EXPECTED_TOKENS - 1) // UNIT for ids in prompts), "all pages are written")
     port = free_port()
@@ -36,7 +37,7 @@ def test_requests_draft_on_anchors_from_a_slow_store_and_have_stocks_answers(sto
 def check_company(server, prompts, params, answers):
     """Several requests read and draft at once, one of them is aborted, and another request decodes."""
     server.flush_cache()
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(server.ask, input_ids=ids, rid=f"waiting-{i}", **params) for i, ids in enumerate(prompts)]
         server.ask(input_ids=[7, 8, 9], **greedy(4))
         server.request("abort_request", {"rid": "waiting-0"})
@@ -44,5 +45,5 @@ def check_company(server, prompts, params, answers):
         waiting[0].exception()
     assert rest == answers[1:]
     # Nothing is held: the server checks that when it is idle.
-    found = server.ask_all(prompts, 4, **params)
+    found = server.ask_all(prompts, 3, **params)
     assert [each["output_ids"] for each in found] == answers and server.alive()

@@ -12,7 +12,7 @@ from sglang.lang.interpreter import ProgramState
 pytestmark = pytest.mark.server
 
 # Real text, long enough that drafting starts (128 tokens).
-SOURCE = inspect.getsource(textwrap)[300:1900]
+SOURCE = inspect.getsource(textwrap)[1000:2600]
 SOURCES = [{"source": inspect.getsource(argparse)[start : start + 1400]} for start in (0, 4000, 9000)]
 SUBJECTS = [" text", " numbers", " pictures", " the network"]
 # Choices are scored in a batch, whose matrix products round by its shape.

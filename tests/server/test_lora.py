@@ -50,11 +50,10 @@ def write_adapter(folder, config, name):
 
 
 @pytest.fixture(scope="module")
-def adapters(model, tmp_path_factory):
+def adapters(model_config, tmp_path_factory):
     """The folder of each adapter."""
-    config = json.loads((model / "config.json").read_text())
     root = tmp_path_factory.mktemp("adapters")
-    return {name: write_adapter(root / name, config, name) for name in MODULES}
+    return {name: write_adapter(root / name, model_config, name) for name in MODULES}
 
 
 def ask(server, ids, names):

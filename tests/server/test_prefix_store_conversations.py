@@ -11,12 +11,15 @@ from sglang_ext_bench.serving.conversations import PLAIN_LOOP, STOCK, STORED, VE
 from sglang_ext_bench.serving.prefix_store import wait_until_quiet
 
 pytestmark = pytest.mark.server
-TURNS, MIDDLE, OUTPUT_LEN = 6, 3, 13
+TURNS, MIDDLE, OUTPUT_LEN = 4, 2, 13
 
 
 def conversations(prompts: list[list[int]]) -> list[Conversation]:
     """Two conversations with the same instructions. Each message has more than the 32 tokens that a compressor may compute again."""
-    return [Conversation([prompts[0][:200] + prompts[which][-50:], *(prompts[which][at : at + 37 + at % 11] for at in range(0, 250, 50))]) for which in (1, 2)]
+    begins = range(0, 50 * (TURNS - 1), 50)
+    return [
+        Conversation([prompts[0][:200] + prompts[which][-150:], *(prompts[which][at : at + 37 + at % 11] for at in begins)]) for which in (1, 2)
+    ]
 
 
 def replayed(server: Server, given: list[Conversation], turns: int) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 GPUS = 2
+# Ports differ from server to server, and change nothing of what flags resolve to.
+PORTS = re.compile(r"(port\S*) \d+")
 
 
 @dataclass
@@ -74,13 +77,18 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
             return ended.code
         return 0
 
+    # Servers of several commands have the same flags.
+    resolved: dict[str, tuple[int, str]] = {}
     found = {}
     for name, command in commands.items():
         started.clear()
         code, told = _heard(lambda: main(shlex.split(command)[3:]))
         found[name] = Asked(len(started), {"the benchmark": told} if code == 2 else {})
         for flags in started:
-            code, told = _heard(lambda: resolve(flags))
+            key = PORTS.sub(r"\1", shlex.join(flags))
+            if key not in resolved:
+                resolved[key] = _heard(lambda: resolve(flags))
+            code, told = resolved[key]
             if code:
                 found[name].refused[shlex.join(flags)] = told
     return found

@@ -17,7 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import set_spawning_popen
@@ -32,7 +33,14 @@ RETRACTING = {f"SGLANG_{name}": name for name in ("TEST_RETRACT", "TEST_RETRACT_
 SCHEDULER = "sglang.srt.managers.scheduler"
 # What a server's processes load before plugins, and what after, of which it does not matter when.
 MODULES = ("sglang.srt.server_args", "sglang.srt.utils", SCHEDULER, "sglang.srt.managers.detokenizer_manager")
-AFTER_PLUGINS = ("sglang.srt.models.registry", "sglang.srt.entrypoints.http_server")
+AFTER_PLUGINS = ("sglang.srt.models.registry", "sglang.srt.entrypoints.http_server", "sglang.srt.entrypoints.openai.serving_responses")
+# What a server's processes load last: for the demo model on a CPU, and what the plugin's flags need. Not the client of Prometheus, which
+# reads the environment as it is loaded.
+LATE = (
+    *("sglang.srt.managers.tp_worker", "sglang.srt.speculative.draft_worker_common", "sglang.srt.constrained.llguidance_backend"),
+    *("sglang.srt.layers.attention.torch_native_backend", "transformers.models.gpt2.tokenization_gpt2"),
+    *("uvicorn.loops.uvloop", "uvicorn.protocols.http.h11_impl", "sglang_ext.config.options"),
+)
 # Processes that a server may start: three ranks, and what turns tokens into text.
 SPARES = 4
 # A file descriptor that no module has opened.
@@ -44,7 +52,8 @@ class Preloaded:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = {**os.environ, **env}
-        self._lock = Lock()
+        self._lock, self._background = Lock(), ThreadPoolExecutor()
+        self._running: list[Future[None]] = []
         self._ask, theirs = Pipe()
         command = (sys.executable, __file__, str(theirs.fileno()))
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=self.env, stdin=subprocess.DEVNULL)
@@ -65,8 +74,14 @@ class Preloaded:
             self._ask.send(request)
             return self._ask.recv()
 
+    def run_before_stop(self, end: Callable[[], None]) -> None:
+        """Run ``end``, which ends some servers, in the background. :meth:`stop` waits for it, and raises its error."""
+        self._running.append(self._background.submit(end))
+
     def stop(self) -> None:
         """End the process; servers go on."""
+        for running in self._running:
+            running.result()
         self._ask.close()
         self._process.wait()
 
@@ -102,6 +117,22 @@ class Forked:
         """SIGTERM, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
+
+
+def run_script(preloaded: Preloaded | None, log: Path, script: Path, *arguments: str) -> str:
+    """Run a script that loads SGLang, as a fork of ``preloaded`` if there is one. It must succeed.
+
+    Returns:
+        What it printed, warnings and errors included.
+    """
+    command = (sys.executable, str(script), *arguments)
+    with log.open("wb") as printed:
+        if preloaded is None:
+            code = subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT, timeout=600).returncode
+        else:
+            code = preloaded.start(command, printed, {}).wait(600)
+    assert code == 0, log.read_text()[-3000:]
+    return log.read_text()
 
 
 def serve(connection: Connection) -> tuple[list[str], str, dict[str, str]] | None:
@@ -202,8 +233,9 @@ def be_spawned(told: socket.socket) -> None:
 def main() -> None:
     """Load, and serve; a fork goes on as a server, and ends as a process of its own does."""
     connection = Connection(int(sys.argv[1]))
-    for name in (*MODULES, *AFTER_PLUGINS):
+    for name in (*MODULES, *AFTER_PLUGINS, *LATE):
         importlib.import_module(name)
+    assert "prometheus_client" not in sys.modules
     gc.freeze()
     asked = serve(connection)
     if asked is not None:

@@ -3,7 +3,9 @@
 from typing import Any
 
 from hypothesis import strategies as st
+from small_model import VOCABULARY
 
+LAST_TOKEN = VOCABULARY - 1
 EXTREMES = (0, 1, -1, 2, 3, 7, 128, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30)
 FRACTIONS = (0.0, 0.5, -0.5, 1.0, 3.5, 1e-9, 1e-300, 1e39, 1e300, -1e300)
 WORDS = ("", "a", " ", "abc", "0", "1.5", "null", "[a-z]+", "(", "\x00", "é", "漢字", "🙂", "\u202e", "x" * 5000, "-" * 64)
@@ -24,7 +26,7 @@ def either(valid: st.SearchStrategy[Any], odds: int = 3) -> st.SearchStrategy[An
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "max_new_tokens": either(st.integers(0, 4), 6),
     "stop": st.sampled_from(("e", ["a", " the"], "", [], ["", ""])),
-    "stop_token_ids": st.lists(st.integers(0, 49151), max_size=3),
+    "stop_token_ids": st.lists(st.integers(0, LAST_TOKEN), max_size=3),
     "stop_regex": st.sampled_from(("[a-e]", ["x+", "y"], "", "(", "(?P<n", "a{1000000000}", "(a*)*b")),
     "temperature": st.sampled_from((0, 0, 0.0, 1e-9, 0.7, 1, 2.5, 100)),
     "top_p": st.sampled_from((1, 0.9, 0.1, 1e-9)),
@@ -44,7 +46,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "spaces_between_special_tokens": st.booleans(),
     "no_stop_trim": st.booleans(),
     "stream_interval": st.integers(1, 5),
-    "logit_bias": st.sampled_from(({"5": 100.0}, {"5": -100}, {"49151": 1e30}, {"5": 1e39}, {"99999999": 1}, {"x": 1}, {"5": "a"}, {})),
+    "logit_bias": st.sampled_from(({"5": 100.0}, {"5": -100}, {str(LAST_TOKEN): 1e30}, {"5": 1e39}, {"99999999": 1}, {"x": 1}, {"5": "a"}, {})),
     "sampling_seed": integers,
     "custom_params": st.sampled_from(
         ({}, {"a": 1}, {"kv_compressor": "snapkv"}, {"kv_compressor": "no"}, {"kv_copmressor": "snapkv"}, {"kv_acceptance": 1}, {"a": [1, {}]})
@@ -66,7 +68,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "return_logprob": st.booleans(),
     "logprob_start_len": integers,
     "top_logprobs_num": st.integers(0, 5) | integers,
-    "token_ids_logprob": st.lists(st.integers(0, 49151), max_size=3),
+    "token_ids_logprob": st.lists(st.integers(0, LAST_TOKEN), max_size=3),
     "return_sampling_mask": st.booleans(),
     "return_text_in_logprobs": st.booleans(),
     "return_flat_raw_top_logprobs": st.booleans(),
@@ -119,7 +121,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 PROMPTS = st.one_of(
     st.fixed_dictionaries({"text": st.sampled_from(("hi there", "Once upon a time", "def main():", "x", " ", "🙂")) | words}),
-    st.fixed_dictionaries({"input_ids": st.lists(st.integers(1, 49151), min_size=1, max_size=40)}),
+    st.fixed_dictionaries({"input_ids": st.lists(st.integers(1, LAST_TOKEN), min_size=1, max_size=40)}),
     st.fixed_dictionaries({"input_ids": lists.filter(lambda ids: len(ids) < 1000)}),
     st.fixed_dictionaries({"text": st.lists(words, max_size=3)}),
     st.fixed_dictionaries({"text": anything}),

@@ -41,12 +41,18 @@ class Pair:
         )
         self.bootstrap = self._made.bootstraps[0]
         self.servers = {role: self._made.of[role][0] for role in flags}
-        self._pool = ThreadPoolExecutor(16)
+        self._pool, self._preloaded = ThreadPoolExecutor(16), preloaded
         # Both at once, beside stock's, since a start leaves cores idle.
         self._made.begin()
 
     def stop(self) -> None:
-        """End what runs, or still starts."""
+        """End what runs, or still starts. Forks end in the background: SGLang's loops of both roles ignore SIGTERM, and are killed later."""
+        if self._preloaded is None:
+            self._stop()
+        else:
+            self._preloaded.run_before_stop(self._stop)
+
+    def _stop(self) -> None:
         self._made.stop()
         self._pool.shutdown()
 
