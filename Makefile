@@ -8,6 +8,11 @@ PREFILL_ARGS ?=
 DECODE_ARGS ?=
 TORCH_INDEX ?=
 export ARGS PREFILL_ARGS DECODE_ARGS
+SETTINGS := PYTHON PORT MODEL ARGS PREFILL_ARGS DECODE_ARGS HARDWARE TORCH_INDEX
+UNKNOWN := $(filter-out $(SETTINGS),$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+ifneq ($(UNKNOWN),)
+$(error $(firstword $(UNKNOWN)) is no setting; pass some of $(SETTINGS))
+endif
 HARDWARE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 ifeq ($(filter cpu gpu,$(HARDWARE)),)
 $(error HARDWARE is '$(HARDWARE)'; leave it out, or say HARDWARE=cpu or HARDWARE=gpu)

@@ -277,6 +277,6 @@ def check_compressor(args: KVServerArgs, asked: object) -> None:
     found = offered_methods(args)
     if method_index(found, {COMPRESSOR_PARAM: asked}) is None:
         raise ValueError(
-            f"{COMPRESSOR_PARAM} in custom_params is {asked!r}; this server compresses with "
+            f"{COMPRESSOR_PARAM} is {asked!r}; this server compresses with "
             f"{', '.join(offer.public_name for offer in found)}: ask for one of these, or leave it out for the first"
         )

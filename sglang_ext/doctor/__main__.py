@@ -16,9 +16,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from sglang_ext.config import options
+from sglang_ext.core import OptionError
 from sglang_ext.doctor import checks
 from sglang_ext.doctor.checks import Check
 from sglang_ext.hooks.activation import REQUIRED
+from sglang_ext.mem_cache.prefix_store.backend import check_url
 
 SGLANG_VERSION = "0.5.17"
 
@@ -96,6 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
     parser.add_argument("--kv-store", metavar="URL", help="a prefix store, as for --kv-store of a server; pages are written, read and deleted")
     args = parser.parse_args(arguments)
+    if args.kv_store is not None:
+        try:
+            check_url(args.kv_store)
+        except OptionError as error:
+            parser.error(str(error))
     return report(examine(checks_for(args.model, checks.package_version("sglang"), checks.package_version("torch"), args.kv_store)))
 
 

@@ -16,7 +16,7 @@ from waiting import tries
 
 from sglang_ext_bench.soaking.soak import server_environment
 from sglang_ext.platforms import activate
-from sglang_ext.tools.server_client import HEALTH_SECONDS
+from sglang_ext.tools.server_process import HEALTH_SECONDS
 from sglang_ext_bench.server import BenchServer
 
 STRICT = server_environment(retraction_steps=None)

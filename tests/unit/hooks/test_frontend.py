@@ -210,7 +210,7 @@ def test_preferred_parameters_that_requests_can_be_answered_with_pass(given):
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"custom_params": {"kv_compressor": "foo"}}, "kv_compressor in custom_params is 'foo'; this server compresses with snapkv"),
+    ({"custom_params": {"kv_compressor": "foo"}}, "kv_compressor is 'foo'; this server compresses with snapkv"),
     ({"temperature": "x"}, "sampling_params.temperature is 'x': expected `float`, got `str`"),
     ({"max_tokens": 5}, "sampling_params has 'max_tokens', which SGLang does not know"),
     ({"top_p": 5}, "top_p must be in"),

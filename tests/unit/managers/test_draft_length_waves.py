@@ -189,7 +189,7 @@ def test_probes_lose_little_though_the_device_waits_for_the_host_after_each(cont
     returning, speed = 2.3, []
     for seed in range(3):
         server = Server(Gpu(returning=returning, draw=random.Random(seed)), DraftLength(LONGEST))
-        plain = Server(Gpu(returning=returning), FixedDraftLength(0))
+        plain = Server(Gpu(returning=returning), DraftLength(0, is_fixed=True))
         for batch_before in {1, 4, 16} - {batch}:
             server.wave(1000, batch_before, 0.9, seed)
         speed.append(plain.wave(context, batch, 0.9, 100 + seed)[1] / server.wave(context, batch, 0.9, 100 + seed)[1])
