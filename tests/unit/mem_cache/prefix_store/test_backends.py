@@ -18,6 +18,7 @@ from store_servers import file_url, free_port, mooncake_url, redis_server, s3_ur
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.store_server.server import StoreServer
+from sglang_ext.mem_cache.prefix_store import file_backend
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
@@ -352,6 +353,26 @@ class TestFolder:
             "import os, sys; from sglang_ext.mem_cache.prefix_store import file_backend as f\n"
             "from sglang_ext.mem_cache.prefix_store.backend import open_backend\n"
             "write = os.write\n"
+    def test_a_stopped_process_that_holds_the_lock_blocks_writes_for_a_bounded_time_and_reads_not_at_all(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(file_backend, "LOCK_SECONDS", 0.2)
+        with closing(open_backend(f"file:{tmp_path}")) as store:
+            store.put(name(1), parts(content(1)))
+        hold = f"import fcntl, os, signal; f = open({str(tmp_path / '.lock')!r}); fcntl.flock(f, 2); os.kill(os.getpid(), signal.SIGSTOP)"
+        holder = subprocess.Popen([sys.executable, "-c", hold])
+        try:
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+            begin = time.monotonic()
+            store = open_backend(f"file:{tmp_path}")
+            assert read(store, name(1), 0, 5000) == content(1) and store.count_run([name(1)]) == 1 == store.statistics().objects
+            assert time.monotonic() - begin < 0.2
+            with pytest.raises(StoreError, match="holds .*lock for 0.2 s; end it if it is stopped"):
+                store.put(name(2), parts(content(2)))
+            assert time.monotonic() - begin < 3
+        finally:
+            holder.kill()
+            holder.wait()
+        assert store.put(name(2), parts(content(2)))
+
             "def half(file, data):\n    write(file, data[:50]); os._exit(9)\n"
             "f.os.write = half\n"
             f"open_backend('file:{tmp_path}').put('{name(1)}', [memoryview(bytes(5000))])"

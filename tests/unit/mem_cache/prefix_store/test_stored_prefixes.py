@@ -292,6 +292,7 @@ def test_a_store_that_cannot_be_written_is_read(worlds, caplog):
     second.written()
     assert not second.store.can_write and second.store.can_read
     assert second.serve(PROMPT) == 40
+    assert second.stored.dropped == 5
     assert len([each for each in caplog.records if "no page is written" in each.message]) == 1
     second.check_owners()
 
