@@ -181,8 +181,8 @@ class TcpBackend:
                 break
         return count
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. Each read is a use: it loads the object into the memory of the store."""
         filled = [True] * len(ranges)
         # Reads whose answers are missing. A second connection asks for these alone.
         missing = dict(enumerate(_batches(_pieces(ranges))))

@@ -147,9 +147,9 @@ class FileBackend:
         except OSError:
             return None
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
         """Fill the memory of each range."""
-        return [self._read(each) for each in ranges]
+        return [self._read(each, is_use) for each in ranges]
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
@@ -193,7 +193,7 @@ class FileBackend:
         except OSError:
             return False
 
-    def _read(self, wanted: ReadRange) -> bool:
+    def _read(self, wanted: ReadRange, is_use: bool) -> bool:
         path = self._path(wanted.name)
         try:
             if self._has_link(path):
@@ -208,7 +208,7 @@ class FileBackend:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or not wanted.offset + wanted.memory.nbytes <= status.st_size <= MAX_OBJECT_BYTES:
                 return False
-            if time.time() - status.st_mtime > TOUCH_SECONDS:
+            if is_use and time.time() - status.st_mtime > TOUCH_SECONDS:
                 # Another user's file may be read without being writable.
                 with suppress(OSError):
                     os.utime(file)
