@@ -174,15 +174,17 @@ def list_pages(args: argparse.Namespace, console: Console) -> int:
 
 def check_pages(args: argparse.Namespace, console: Console) -> int:
     """Compare all checksums, and print the damaged pages."""
-    backend, count, damaged = _open_existing(args), 0, []
+    backend, count, gone, damaged = _open_existing(args), 0, 0, []
     for page, content in _contents(backend):
-        count += 1
+        count += content is not None
+        gone += content is None
         if isinstance(content, ObjectError):
             damaged.append(page.name)
             console.print(str(content), soft_wrap=True)
     if args.delete and damaged:
         backend.delete(damaged)
-    console.print(f"{count} pages, {len(damaged)} damaged{' and deleted' if args.delete and damaged else ''}")
+    deleted, others = " and deleted" if args.delete and damaged else "", f"; {gone} were deleted during the check" if gone else ""
+    console.print(f"{count} pages, {len(damaged)} damaged{deleted}{others}")
     return 1 if damaged else 0
 
 
@@ -221,32 +223,43 @@ def copy_pages(args: argparse.Namespace, console: Console) -> int:
     source = _open_existing(args)
     with _errors_of(args.to):
         target = _open(args.to, args)
-    copied = size = damaged = 0
+    copied = size = damaged = gone = 0
     for page, content in _contents(source):
-        if isinstance(content, ObjectError):
-            damaged += 1
+        if content is None or isinstance(content, ObjectError):
+            gone += content is None
+            damaged += content is not None
             continue
         with _errors_of(args.to):
             is_new = target.put(page.name, [memoryview(content)])
         copied += is_new
         size += is_new * page.size
-    console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged or deleted while copying")
+    console.print(f"{copied} pages copied, {size / GB:.3f} GB; {damaged} damaged; {gone} deleted while copying")
     return 0
 
 
-def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | ObjectError]]:
-    """All pages with their bytes, or with the error of those that are damaged."""
+def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | ObjectError | None]]:
+    """All pages with their bytes, with the error of those that are damaged, or with None for those that were deleted meanwhile."""
     # Listed first: a store process closes a connection that asks for nothing for minutes.
     for page in list(backend.objects()):
-        content = bytearray(min(page.size, MAX_OBJECT_BYTES))
         try:
-            if not all(backend.read([ReadRange(page.name, 0, memoryview(content))])):
-                raise ObjectError(f"object {page.name} is missing or cannot be read")
-            check_object(page.name, memoryview(content))
+            content = _read_page(backend, page)
         except ObjectError as error:
             yield page, error
         else:
             yield page, content
+
+
+def _read_page(backend: StoreBackend, page: StoredObject) -> bytearray | None:
+    """The bytes of a page. None if it was deleted after it was listed. Raises ``ObjectError`` if it is damaged."""
+    if page.size > MAX_OBJECT_BYTES:
+        raise ObjectError(f"object {page.name} of {page.size} bytes: at most {MAX_OBJECT_BYTES} are read")
+    content = bytearray(page.size)
+    if not all(backend.read([ReadRange(page.name, 0, memoryview(content))], is_use=False)):
+        if not backend.count_run([page.name]):
+            return None
+        raise ObjectError(f"object {page.name} is shorter than {page.size} bytes, or cannot be read")
+    check_object(page.name, memoryview(content))
+    return content
 
 
 COMMANDS = {"serve": serve_pages, "list": list_pages, "check": check_pages, "prune": prune_pages, "copy": copy_pages}

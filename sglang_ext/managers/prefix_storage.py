@@ -41,7 +41,7 @@ class PrefixStorage(Feature):
         "store_hit_pages": ("Pages of waiting requests that came from the prefix store.",),
         "store_miss_pages": ("Pages of waiting requests that were asked for, and did not come from the prefix store.",),
         "store_slower": ("Requests that were computed, because the prefix store was predicted to be slower.",),
-        "store_dropped_pages": ("Pages that were not written to the prefix store, because too many waited.",),
+        "store_dropped_pages": ("Pages that were not written to the prefix store, because too many waited or the store failed.",),
         "store_written_pages": ("Pages that were written to the prefix store.",),
         "store_written_bytes": ("Bytes that were written to the prefix store.",),
         "store_read_bytes": ("Bytes of full KV that were restored from the prefix store.",),

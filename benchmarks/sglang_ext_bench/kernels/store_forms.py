@@ -35,7 +35,7 @@ class Memory:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def read(self, ranges: list[ReadRange]) -> list[bool]:
+    def read(self, ranges: list[ReadRange], is_use: bool = True) -> list[bool]:
         """Copy ranges of objects to their memory."""
         for each in ranges:
             each.memory[:] = self.objects[each.name][each.offset : each.offset + each.memory.nbytes]

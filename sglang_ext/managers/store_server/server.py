@@ -45,6 +45,8 @@ MAX_WAITING = 4 * OUTSTANDING
 """Requests and unsent answers from which a client is dropped: it ignores :data:`OUTSTANDING`, or reads nothing."""
 MAX_IN_A_ROW, CHECK_SECONDS = 64, 0.1
 """Most messages read in a row, and seconds between checks of timeouts."""
+WAITING_SECONDS = 2.0
+"""Time without an answer after which a client learns that its reads wait for the rate limit. It gives up a store that is silent for longer."""
 SILENCE_SECONDS = 600.0
 """Time after which a silent client is forgotten. It connects again when it has a request."""
 REPORT_SECONDS = 60.0
@@ -68,6 +70,7 @@ class Client:
     Attributes:
         address: Its address at the socket.
         heard: When it sent its last message.
+        answered: When the last message was sent to it.
         partial: The object that it is sending.
         listing: The objects of its listing that it did not get yet.
         working: Requests at which other threads work.
@@ -77,6 +80,7 @@ class Client:
 
     address: bytes
     heard: float
+    answered: float
     partial: PartialObject | None = None
     listing: Iterator[StoredObject] = iter(())
     working: int = 0
@@ -173,6 +177,7 @@ class StoreServer:
             if now - checked > CHECK_SECONDS:
                 checked = now
                 self._drop_silent(now)
+                self._tell_waiting(now)
             if now - reported > REPORT_SECONDS:
                 reported = now
                 self._log_report()
@@ -234,7 +239,8 @@ class StoreServer:
             return
         if address in self._clients:
             self._drop(self._clients[address])
-        self._clients[address] = Client(address, time.monotonic())
+        now = time.monotonic()
+        self._clients[address] = Client(address, heard=now, answered=now)
         self._socket.send(address, encode(wire.StoreWelcome(OUTSTANDING)))
 
     def _answer(self, client: Client, message: wire.Request, frames: list[zmq.Frame]) -> None:
@@ -350,7 +356,8 @@ class StoreServer:
                 self._drop(client)
                 continue
             client.sending.append(tracker)
-            self._interface.take(sum(each.nbytes for each in payloads), time.monotonic())
+            client.answered = time.monotonic()
+            self._interface.take(sum(each.nbytes for each in payloads), client.answered)
             if client.unsent:
                 self._unsent[address] = client
         return CHECK_SECONDS
@@ -368,8 +375,15 @@ class StoreServer:
         self._work(client, request, lambda: list(islice(listing, wire.MAX_LISTED)), send)
 
     def _send(self, client: Client, message: Message) -> None:
+        client.answered = time.monotonic()
         if not self._socket.send(client.address, encode(message)):
             self._drop(client)
+
+    def _tell_waiting(self, now: float) -> None:
+        """Tell clients whose answers wait for the rate limit that the store is alive."""
+        for client in list(self._unsent.values()):
+            if now - client.answered > WAITING_SECONDS:
+                self._send(client, wire.Waiting())
 
     def _drop_silent(self, now: float) -> None:
         """Forget clients that ended, and the objects that they did not finish."""

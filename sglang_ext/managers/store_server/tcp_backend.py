@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound=wire.Reply)
 FORM = "tcp://ADDRESS:PORT, or tcp://ADDRESS:PORT?keys=FILE"
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 10.0
-"""Longest time to connect, and to wait for the next message of the store."""
+"""Longest time to connect, and to wait for the next message of the store. While reads wait for its rate limit, it says so."""
 
 
 class StoreConnection:
@@ -95,19 +95,22 @@ class StoreConnection:
         return self.receive([number], kind)[0]
 
     def _receive(self, seconds: float) -> tuple[wire.FromStore, list[zmq.Frame]]:
-        ready = dict(self._poller.poll(int(1000 * seconds)))
-        if self._connection.socket not in ready:
-            if self._connection.monitor in ready:
-                self._connection.read_event()
-            raise TimeoutError(f"no answer in {seconds:g} s")
-        head, *frames = self._connection.socket.recv_multipart(copy=False)
-        try:
-            message = wire.decode_from_store(head.buffer)
-        except WireError as error:
-            raise BrokenConnection(f"it is not a prefix store: {error}") from error
-        if isinstance(message, wire.StoreRefused):
-            raise BrokenConnection(message.reason)
-        return message, frames
+        """The next message. Raises TimeoutError if the store is silent for ``seconds``."""
+        while True:
+            ready = dict(self._poller.poll(int(1000 * seconds)))
+            if self._connection.socket not in ready:
+                if self._connection.monitor in ready:
+                    self._connection.read_event()
+                raise TimeoutError(f"no answer in {seconds:g} s")
+            head, *frames = self._connection.socket.recv_multipart(copy=False)
+            try:
+                message = wire.decode_from_store(head.buffer)
+            except WireError as error:
+                raise BrokenConnection(f"it is not a prefix store: {error}") from error
+            if isinstance(message, wire.StoreRefused):
+                raise BrokenConnection(message.reason)
+            if not isinstance(message, wire.Waiting):
+                return message, frames
 
     def close(self) -> None:
         """Close the socket."""
@@ -178,8 +181,8 @@ class TcpBackend:
                 break
         return count
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. Each read is a use: it loads the object into the memory of the store."""
         filled = [True] * len(ranges)
         # Reads whose answers are missing. A second connection asks for these alone.
         missing = dict(enumerate(_batches(_pieces(ranges))))

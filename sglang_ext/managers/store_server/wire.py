@@ -17,7 +17,7 @@ from sglang_ext.managers.kv_transfer.wire import (
 )
 from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, NAME
 
-VERSION = 1
+VERSION = 2
 MAX_NAMES, MAX_RANGES, MAX_LISTED = 4096, 256, 4096
 """Most names of one request, ranges of one read, and objects of one page of a listing."""
 FRAME_BYTES = MAX_FRAME_BYTES
@@ -123,6 +123,10 @@ class Answer(Message, tag="answer"):
     value: Number
 
 
+class Waiting(Message, tag="waiting"):
+    """The store is alive, and answers to reads of this connection wait for the rate limit. Comes between answers."""
+
+
 class Content(Message, tag="content"):
     """Answer to ``Read``: which ranges follow, each in a frame."""
 
@@ -164,7 +168,7 @@ class Failed(Message, tag="failed"):
 
 Request = Put | ObjectPart | Count | Read | Delete | List | Statistics
 Reply = Answer | Content | Listing | Totals | Failed
-FromStore = StoreWelcome | StoreRefused | Reply
+FromStore = StoreWelcome | StoreRefused | Waiting | Reply
 decode_from_client: Callable[[bytes | memoryview], StoreHello | Request] = make_decoder(
     StoreHello | Request, "message to a prefix store", VERSION, MAX_REQUEST_BYTES
 )

@@ -162,7 +162,7 @@ class StoredPrefixes:
         storage_backend: The store's backend.
         hits, misses: Requested store pages that were, and were not, read into the tree.
         skipped_slow: Requests that were computed because the store was predicted to be slower.
-        dropped: Store pages that were not written, because too many waited.
+        dropped: Store pages that were not written, because too many waited or the store failed.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class StoredPrefixes:
             self.host.tier.pool.pages.release(host_pages)
             self._held_pages -= len(host_pages)
             if not all(written):
+                self.dropped += 1
                 self._known.pop(page.page_hash, None)
         return all(can_read for _, can_read, _ in states), all(can_write for *_, can_write in states)
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -71,6 +73,8 @@ class TieredRadixCache(RadixCache):
         self.recomputed = 0
         # The request that was matched last. SGLang passes only its id to prefetch_from_storage.
         self._matched: Any = None
+        # The key of running requests whose embeddings replace tokens.
+        self._own_keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._ended: Callable[[int], None] = lambda row: None
         self._inserts_outputs = True
         super().__init__(params)
@@ -208,7 +212,7 @@ class TieredRadixCache(RadixCache):
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
             last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
-            self._write_to_store(req, last)
+            self._write_to_store(last)
         else:
             unneeded = [(own, end)]
         parts = [*unneeded, (end, allocated)]
@@ -246,11 +250,10 @@ class TieredRadixCache(RadixCache):
         req.last_node = last
         if self.stored is not None:
             self.stored.compute.end(req.rid, len(key) - own)
-        self._write_to_store(req, last)
+        self._write_to_store(last)
 
-    def _write_to_store(self, req, last: TieredNode) -> None:
-        """Write the pages up to ``last`` to the prefix store, unless embeddings replace tokens: then token ids do not name the KV."""
-        if self.stored is not None and req.positional_embed_overrides is None:
+    def _write_to_store(self, last: TieredNode) -> None:
+        if self.stored is not None:
             self.stored.write(last)
 
     @property
@@ -302,7 +305,17 @@ class TieredRadixCache(RadixCache):
 
     def _row_and_key(self, req, token_ids: array) -> tuple[torch.Tensor, RadixKey]:
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]
-        return row, RadixKey(token_ids, req.extra_key, is_bigram=self.is_eagle).page_aligned(self.page_size)
+        return row, RadixKey(token_ids, self._extra_key(req), is_bigram=self.is_eagle).page_aligned(self.page_size)
+
+    def _extra_key(self, req) -> str | None:
+        """What a request's KV depends on besides token ids.
+
+        A request whose embeddings replace tokens gets a key of its own. SGLang matches none of its tokens, but inserts its KV under plain token
+        ids. There, other requests and the prefix store would take it.
+        """
+        if req.positional_embed_overrides is None:
+            return req.extra_key
+        return self._own_keys.setdefault(req, f"embeddings {uuid4().hex}")
 
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])

@@ -86,8 +86,11 @@ class StoreBackend(Protocol):
         """Number of leading ``names`` that the store has: the pages of a prefix that can be read."""
         ...
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range. Returns for each whether it was filled; the memory of the others may have changed."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. Returns for each whether it was filled; the memory of the others may have changed.
+
+        Without ``is_use`` the objects do not count as used, if the store supports that.
+        """
         ...
 
     def delete(self, names: Sequence[str]) -> None:

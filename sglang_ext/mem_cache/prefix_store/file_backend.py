@@ -7,8 +7,8 @@
 A write fills a new file and then renames it, so that readers see whole objects only. Links in the folder are not followed. Otherwise everybody
 who may write to the folder could direct writes elsewhere. A removed folder is created again by the next write. A file's time of modification
 is when its object was last used. When nine tenths of the bound are in use, the objects that were not used for longest are deleted, under the
-lock, until eight tenths are left. A server counts the folder again after it has written a fiftieth of the bound. So five servers never exceed
-the bound.
+lock, until eight tenths are left. Reads need no lock. A server counts the folder again after it has written a fiftieth of the bound. So five
+servers never exceed the bound.
 """
 
 import errno
@@ -42,6 +42,8 @@ COUNTED_SHARE = 0.02
 """Share of the bound that one server writes before it counts the folder again, because others write, too."""
 TOUCH_SECONDS = 60.0
 """A read does not record that an object is used if that was recorded in this time."""
+LOCK_SECONDS, LOCK_PAUSE = 5.0, 0.02
+"""Longest wait for the lock, and seconds between attempts. A stopped process may hold it for ever. Then nothing is written."""
 ABANDONED_SECONDS = 3600.0
 """Age at which an unfinished file is another server's that ended while it wrote."""
 NAMESPACE = re.compile(r"[0-9a-f]{16,64}")
@@ -70,8 +72,7 @@ class FileBackend:
         # flock is per open file, so threads of one server need a lock of their own.
         self._thread_lock = threading.Lock()
         try:
-            with self._only_server():
-                pass
+            os.close(self._open_lock())
         except OSError as error:
             raise OptionError(f"prefix store {folder}: {error.strerror}; pass a folder that this user may write") from error
         # Bytes of the folder when it was last counted, and bytes that were written since then.
@@ -146,9 +147,9 @@ class FileBackend:
         except OSError:
             return None
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
         """Fill the memory of each range."""
-        return [self._read(each) for each in ranges]
+        return [self._read(each, is_use) for each in ranges]
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
@@ -192,7 +193,7 @@ class FileBackend:
         except OSError:
             return False
 
-    def _read(self, wanted: ReadRange) -> bool:
+    def _read(self, wanted: ReadRange, is_use: bool) -> bool:
         path = self._path(wanted.name)
         try:
             if self._has_link(path):
@@ -207,7 +208,7 @@ class FileBackend:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or not wanted.offset + wanted.memory.nbytes <= status.st_size <= MAX_OBJECT_BYTES:
                 return False
-            if time.time() - status.st_mtime > TOUCH_SECONDS:
+            if is_use and time.time() - status.st_mtime > TOUCH_SECONDS:
                 # Another user's file may be read without being writable.
                 with suppress(OSError):
                     os.utime(file)
@@ -271,15 +272,27 @@ class FileBackend:
 
     @contextmanager
     def _only_server(self) -> Iterator[None]:
-        """Hold the lock of the folder, which is created if it does not exist."""
-        self._create_new()
-        # Opened each time, because a folder that was removed and created again has another lock.
-        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        """Hold the lock of the folder. Raises OSError if another process holds it for :data:`LOCK_SECONDS`."""
+        lock, until = self._open_lock(), time.monotonic() + LOCK_SECONDS
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        problem = f"another process holds {self.folder / '.lock'} for {LOCK_SECONDS:g} s; end it if it is stopped"
+                        raise OSError(errno.EWOULDBLOCK, problem) from None
+                time.sleep(LOCK_PAUSE)
             yield
         finally:
             os.close(lock)
+
+    def _open_lock(self) -> int:
+        """Open the lock's file. The file and the folder are created if they do not exist."""
+        self._create_new()
+        # Opened each time, because a folder that was removed and created again has another lock.
+        return os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _create_new(self) -> None:
         """Create the folder of unfinished objects. Raises OSError if it is a link: old files behind it would be deleted."""

@@ -87,8 +87,8 @@ class MooncakeBackend:
         found = self._exist([_key(name) for name in names])
         return len(names) if all(found) else found.index(False)
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. Each read is a use."""
         filled: list[bool] = []
         together: list[ReadRange] = []
         size = 0

@@ -6,6 +6,7 @@ unless the prefixes shall survive it.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -35,10 +36,11 @@ class RedisBackend:
 
     Args:
         client: A client of the package ``redis`` that returns bytes.
+        observer: A client whose commands do not count as use of a key, if the server supports that.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, observer: Any) -> None:
+        self._client, self._observer = client, observer
 
     @classmethod
     def from_url(cls, url: str, max_bytes: int | None) -> "RedisBackend":
@@ -56,11 +58,13 @@ class RedisBackend:
             import redis
         except ImportError as error:
             raise OptionError(f"prefix store {url!r} needs the package redis: pip install redis") from error
+        settings = {"socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT, "decode_responses": False}
         try:
-            client = redis.Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, decode_responses=False)
+            client = redis.Redis.from_url(url, **settings)
+            observer = redis.Redis.from_url(url, redis_connect_func=connect_without_use, **settings)
         except ValueError as error:
             raise OptionError(f"prefix store {url!r}: {error}; pass redis://HOST:PORT/DATABASE") from error
-        backend = cls(client)
+        backend = cls(client, observer)
         backend._run("connecting", client.ping)
         return backend
 
@@ -78,18 +82,19 @@ class RedisBackend:
         """Number of leading ``names`` that the server has."""
         count = 0
         for some in _batches(names):
-            found = self._pipeline("looking for objects", [("EXISTS", _key(name)) for name in some])
+            found = self._pipeline(self._client, "looking for objects", [("EXISTS", _key(name)) for name in some])
             if not all(found):
                 return count + found.index(0)
             count += len(some)
         return count
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. Before Redis 7.2, each read is a use."""
+        client = self._client if is_use else self._observer
         filled: list[bool] = []
         for some in _batches(ranges):
             commands = [("GETRANGE", _key(each.name), each.offset, each.offset + each.memory.nbytes - 1) for each in some]
-            for each, found in zip(some, self._pipeline("reading objects", commands), strict=True):
+            for each, found in zip(some, self._pipeline(client, "reading objects", commands), strict=True):
                 if len(found) == each.memory.nbytes:
                     each.memory.cast("B")[:] = found
                 filled.append(len(found) == each.memory.nbytes)
@@ -102,11 +107,11 @@ class RedisBackend:
             self._run("deleting objects", lambda keys=keys: self._client.unlink(*keys))
 
     def objects(self) -> Iterator[StoredObject]:
-        """All objects. A listing is a use of each, so Redis then evicts in any order."""
+        """All objects. Before Redis 7.2, a listing is a use of each, so Redis then evicts in any order."""
         for some in _batches(self._keys()):
-            # Times first: for Redis, the question for a size is a use.
-            idle = self._pipeline("listing objects", [("OBJECT", "IDLETIME", key) for key in some], optional=True)
-            sizes = self._pipeline("listing objects", [("STRLEN", key) for key in some])
+            # Times first: for an older server, the question for a size is a use.
+            idle = self._pipeline(self._observer, "listing objects", [("OBJECT", "IDLETIME", key) for key in some], optional=True)
+            sizes = self._pipeline(self._observer, "listing objects", [("STRLEN", key) for key in some])
             now = time.time()
             for key, size, seconds in zip(some, sizes, idle, strict=True):
                 # With a policy that counts uses, Redis does not know the time.
@@ -123,6 +128,7 @@ class RedisBackend:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+        self._observer.close()
 
     def _keys(self) -> Iterator[bytes]:
         scan = self._client.scan_iter(match=f"{PREFIX}*", count=1000)
@@ -130,15 +136,16 @@ class RedisBackend:
             if NAME.fullmatch(key.decode(errors="replace").removeprefix(PREFIX)):
                 yield key
 
-    def _pipeline(self, what: str, commands: Sequence[tuple[Any, ...]], optional: bool = False) -> list[Any]:
+    def _pipeline(self, client: Any, what: str, commands: Sequence[tuple[Any, ...]], optional: bool = False) -> list[Any]:
         """Run several commands in one message. Returns their replies.
 
         Args:
+            client: Sends them.
             what: For the error.
             commands: Their words.
             optional: A refused command has its error as its reply.
         """
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline = client.pipeline(transaction=False)
         for words in commands:
             pipeline.execute_command(*words)
         return self._run(what, lambda: pipeline.execute(raise_on_error=not optional))
@@ -150,6 +157,16 @@ class RedisBackend:
             return call()
         except redis.RedisError as error:
             raise StoreError(f"{what}: Redis: {error}") from error
+
+
+def connect_without_use(connection: Any) -> None:
+    """Set up a connection of the package ``redis`` whose commands do not count as use of a key. A server before 7.2 refuses that."""
+    import redis
+
+    connection.on_connect()
+    connection.send_command("CLIENT", "NO-TOUCH", "ON")
+    with suppress(redis.ResponseError):
+        connection.read_response()
 
 
 def _key(name: str) -> str:

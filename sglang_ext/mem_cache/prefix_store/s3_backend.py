@@ -97,8 +97,8 @@ class S3Backend:
                 return first + found.index(False)
         return len(names)
 
-    def read(self, ranges: Sequence[ReadRange]) -> list[bool]:
-        """Fill the memory of each range."""
+    def read(self, ranges: Sequence[ReadRange], is_use: bool = True) -> list[bool]:
+        """Fill the memory of each range. S3 records no use."""
         return list(self._pool.map(self._read, ranges))
 
     def delete(self, names: Sequence[str]) -> None:

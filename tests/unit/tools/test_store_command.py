@@ -74,6 +74,33 @@ def test_damaged_pages_are_found_and_deleted_if_asked(backend):
     assert run("check", url)[0] == 0
 
 
+def test_pages_that_are_deleted_while_they_are_read_are_not_damaged(backend, tmp_path, monkeypatch):
+    url, (first, second, *_) = f"file:{backend.folder}", names(backend)
+    read, gone = FileBackend.read, [first]
+
+    def read_after_an_eviction(self, ranges, **options):
+        backend.delete(gone)
+        return read(self, ranges, **options)
+
+    monkeypatch.setattr(FileBackend, "read", read_after_an_eviction)
+    assert run("check", url) == (0, "4 pages, 0 damaged; 1 were deleted during the check\n")
+    gone[:] = [second]
+    assert run("copy", url, f"file:{tmp_path}/other")[1].endswith("0 damaged; 1 deleted while copying\n")
+
+
+def test_an_object_that_is_too_large_to_be_read_is_damaged(backend):
+    with path_of(backend, names(backend)[0]).open("r+b") as file:
+        file.truncate(10**10)
+    code, text = run("check", f"file:{backend.folder}", "--delete")
+    assert code == 1 and text.endswith("5 pages, 1 damaged and deleted\n") and len(names(backend)) == 4
+
+
+def test_a_check_and_a_listing_are_no_use_of_a_page(backend):
+    url, before = f"file:{backend.folder}", {each.name: each.used_at for each in backend.objects()}
+    assert run("check", url)[0] == run("list", url)[0] == 0
+    assert {each.name: each.used_at for each in backend.objects()} == before
+
+
 def test_pages_that_were_used_least_recently_are_deleted_first(backend):
     url, form = f"file:{backend.folder}", FORMS["raw"]
     kept = sum(each.size for each in backend.objects()) - 1

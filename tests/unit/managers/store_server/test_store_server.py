@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_another_version_is_refused_with_the_remedy(ends: Ends, server: StoreSer
 @given(st.data())
 def test_changed_messages_are_refused_or_answered(ends: Ends, server: StoreServer, data: st.DataObject) -> None:
     read = wire.Read(3, (wire.ByteRange(NAME, 0, 10),))
-    messages = [wire.Put(1, NAME, len(CONTENT)), wire.ObjectPart(1, 0), wire.Count(2, (NAME,)), read, wire.List(4, True), wire.StoreHello(1)]
+    messages = [wire.Put(1, NAME, len(CONTENT)), wire.ObjectPart(1, 0), wire.Count(2, (NAME,)), read, wire.List(4, True), wire.StoreHello(wire.VERSION)]
     content = bytearray(encode(data.draw(st.sampled_from(messages))))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -441,6 +442,29 @@ def test_the_rate_limit_holds_and_clients_share_it(ends: Ends) -> None:
         thread.join()
     # 2.5 MB/s, and 50 ms of burst, and one message of each client.
     assert sum(counts) * len(CONTENT) < 2.5e6 * 4 and min(counts) > 0.6 * max(counts)
+
+
+def test_reads_that_wait_for_the_rate_limit_do_not_expire(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.managers.store_server.tcp_backend.ANSWER_SECONDS", 0.8)
+    monkeypatch.setattr("sglang_ext.managers.store_server.server.WAITING_SECONDS", 0.2)
+    store = ends.store(ends.server(gbps=0.005).endpoint)
+    put(store, 1)
+    begin = time.monotonic()
+    # Each reader has a connection. The last one waits for 16 objects: about 3 s.
+    with ThreadPoolExecutor(16) as readers:
+        assert all(readers.map(lambda _: has(store, 1), range(16)))
+    assert time.monotonic() - begin > 2
+
+
+def test_a_store_that_falls_silent_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.managers.store_server.tcp_backend.ANSWER_SECONDS", 0.3)
+    server = ends.server()
+    store, blocked = ends.store(server.endpoint), threading.Event()
+    put(store, 1)
+    monkeypatch.setattr(server.cache, "get", lambda name: blocked.wait(10))
+    with pytest.raises(StoreError, match="no answer in 0.3 s"):
+        has(store, 1)
+    blocked.set()
 
 
 def test_large_objects_and_many_ranges_are_split(store: StoreBackend) -> None:

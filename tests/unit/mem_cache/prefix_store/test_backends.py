@@ -18,10 +18,12 @@ from store_servers import file_url, free_port, mooncake_url, redis_server, s3_ur
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.store_server.server import StoreServer
+from sglang_ext.mem_cache.prefix_store import file_backend
 from sglang_ext.mem_cache.prefix_store.backend import ReadRange, StoreBackend, StoreError, open_backend
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object, read_page
+from sglang_ext.mem_cache.prefix_store.redis_backend import connect_without_use
 from sglang_ext.mem_cache.prefix_store.s3_backend import S3Backend
 
 SPACE = "0123456789abcdef"
@@ -168,8 +170,30 @@ def test_a_listing_of_redis_has_the_last_use_before_it(store: StoreBackend, url:
     with pytest.importorskip("redis").Redis.from_url(url) as client:
         key = f"sglang-ext:{name(1)}"
         client.restore(key, 0, client.dump(key), replace=True, idletime=1000)
+        version = tuple(map(int, client.info("server")["redis_version"].split(".")))
     (found,) = store.objects()
     assert found.used_at < time.time() - 900
+    # Servers before 7.2 count the listing as a use.
+    memory = bytearray(5000)
+    assert store.read([ReadRange(name(1), 0, memoryview(memory))], is_use=False) == [True] and memory == content(1)
+    (found,) = store.objects()
+    assert (found.used_at < time.time() - 900) == (version >= (7, 2))
+    assert read(store, name(1), 0, 5000) == content(1)
+    (found,) = store.objects()
+    assert found.used_at > time.time() - 900
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["supported", "refused"])
+def test_connections_for_listings_tell_redis_that_their_commands_are_no_use(is_old: bool) -> None:
+    redis, done = pytest.importorskip("redis"), []
+
+    def reply() -> bytes:
+        if is_old:
+            raise redis.ResponseError("ERR unknown subcommand 'NO-TOUCH'")
+        return b"OK"
+
+    connect_without_use(SimpleNamespace(on_connect=lambda: done.append("set up"), send_command=lambda *words: done.append(words), read_response=reply))
+    assert done == ["set up", ("CLIENT", "NO-TOUCH", "ON")]
 
 
 def test_s3_names_objects_that_it_does_not_delete() -> None:
@@ -328,6 +352,26 @@ class TestFolder:
         left = {found.name for found in store.objects()}
         assert name(0) in left and name(11) in left and name(1) not in left and len(left) > 5
         assert store.statistics().size <= 100_000
+
+    def test_a_stopped_process_that_holds_the_lock_blocks_writes_for_a_bounded_time_and_reads_not_at_all(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(file_backend, "LOCK_SECONDS", 0.2)
+        with closing(open_backend(f"file:{tmp_path}")) as store:
+            store.put(name(1), parts(content(1)))
+        hold = f"import fcntl, os, signal; f = open({str(tmp_path / '.lock')!r}); fcntl.flock(f, 2); os.kill(os.getpid(), signal.SIGSTOP)"
+        holder = subprocess.Popen([sys.executable, "-c", hold])
+        try:
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+            begin = time.monotonic()
+            store = open_backend(f"file:{tmp_path}")
+            assert read(store, name(1), 0, 5000) == content(1) and store.count_run([name(1)]) == 1 == store.statistics().objects
+            assert time.monotonic() - begin < 0.2
+            with pytest.raises(StoreError, match="holds .*lock for 0.2 s; end it if it is stopped"):
+                store.put(name(2), parts(content(2)))
+            assert time.monotonic() - begin < 3
+        finally:
+            holder.kill()
+            holder.wait()
+        assert store.put(name(2), parts(content(2)))
 
     def test_an_object_of_another_user_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_backend(f"file:{tmp_path}")

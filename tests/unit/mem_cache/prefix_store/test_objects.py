@@ -226,7 +226,7 @@ def test_an_object_of_another_version_is_refused(store):
 
 def test_a_store_that_fails_or_lacks_the_object_is_a_miss(store):
     class Failing:
-        def read(self, ranges: list[ReadRange]) -> list[bool]:
+        def read(self, ranges: list[ReadRange], is_use: bool = True) -> list[bool]:
             raise StoreError("no answer in 5 s")
 
     with pytest.raises(ObjectError, match="no answer"):

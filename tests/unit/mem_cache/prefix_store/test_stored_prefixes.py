@@ -86,6 +86,10 @@ class StoreWorld(World):
         shape = ObjectFormat("a model", torch.float32, 1, 1, 2 * NUMBERS, UNIT, form=form)
         self.stored = self.cache.stored = StoredPrefixes(self.cache.host, self.store, shape, ranks)
 
+    def match(self, tokens, req=None):
+        """As SGLang does: a request whose embeddings replace tokens matches no tokens."""
+        return super().match([] if req is not None and req.positional_embed_overrides is not None else tokens, req)
+
     def write(self, slots, kv):
         self.kv[slots, 0] = kv[:, None] + torch.arange(NUMBERS)
         self.buffers.values[0].view(torch.int64)[slots, 0] = -self.kv[slots, 0]
@@ -224,6 +228,26 @@ def test_prompts_that_token_ids_do_not_name_are_neither_written_nor_read(worlds,
     assert third.serve(PROMPT) > 0
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["new tokens", "tokens of the tree"])
+def test_kv_of_replaced_embeddings_is_not_taken_for_that_of_its_token_ids(worlds, monkeypatch, is_known):
+    first, second = worlds(), worlds()
+    if is_known:
+        first.finish(first.start(PROMPT[:20]))
+        first.cache.evict(EvictParams(num_tokens=first.slots))
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "write", lambda slots, kv: StoreWorld.write(first, slots, kv + 1))
+        replaced = first.start(PROMPT, positional_embed_overrides="embeddings")
+    row = first.table.req_to_token[replaced.req_pool_idx, : len(PROMPT)].long()
+    assert torch.equal(first.kv[row, 0, 0], kv_of(PROMPT) + 1)
+    # A plain prompt with the same token ids is computed, and written.
+    first.finish(first.start(PROMPT))
+    first.finish(replaced)
+    first.written()
+    first.check_owners()
+    assert second.serve(PROMPT) == 40
+    second.check_kv()
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:100], lambda data: b"", lambda data: data[:-1] + b"x"])
 def test_damaged_pages_are_computed(worlds, tmp_path, damage):
     first, second = worlds(), worlds()
@@ -268,6 +292,7 @@ def test_a_store_that_cannot_be_written_is_read(worlds, caplog):
     second.written()
     assert not second.store.can_write and second.store.can_read
     assert second.serve(PROMPT) == 40
+    assert second.stored.dropped == 5
     assert len([each for each in caplog.records if "no page is written" in each.message]) == 1
     second.check_owners()
 
