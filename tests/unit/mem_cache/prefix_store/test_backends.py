@@ -192,7 +192,9 @@ def test_connections_for_listings_tell_redis_that_their_commands_are_no_use(is_o
             raise redis.ResponseError("ERR unknown subcommand 'NO-TOUCH'")
         return b"OK"
 
-    connect_without_use(SimpleNamespace(on_connect=lambda: done.append("set up"), send_command=lambda *words: done.append(words), read_response=reply))
+    connect_without_use(
+        SimpleNamespace(on_connect=lambda: done.append("set up"), send_command=lambda *words: done.append(words), read_response=reply)
+    )
     assert done == ["set up", ("CLIENT", "NO-TOUCH", "ON")]
 
 
