@@ -282,7 +282,6 @@ TABLE: dict[str, Flag] = {
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
                 "a server that only decodes computes no prompts, and keeps no prefixes", "pass it to the prefill server",
             ),
-            Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "pages are written from host memory", "pass for example --kv-host-gb 16"),
             Refusal(
                 "--kv-prefill quantized", lambda args: args.kv_mode != "full" and args.kv_prefill == options.QUANTIZED,
                 "prompts attend to quantized KV, so their KV is not that of other servers", "pass --kv-prefill exact",

@@ -46,7 +46,7 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
     from sglang.srt.plugins import load_plugins
 
     from sglang_ext.arguments import CheckedServerArgs
-    from sglang_ext.tools import CommandError, server_flags
+    from sglang_ext.tools import CommandError, server_flags, server_process
     from sglang_ext_bench.__main__ import main
     from sglang_ext_bench.jobs import command as jobs
     from sglang_ext_bench.longcot import command as longcot
@@ -61,10 +61,9 @@ def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
         raise CommandError("servers do not start here")
 
     BenchServer.__enter__ = enter
+    server_process.check_servers = server_flags.check  # in this process
     for each in (jobs, longcot, transfer):
-        each.check_servers = server_flags.check  # in this process
         each.make_prompts = lambda args, count, contexts: {tokens: [(0,) * tokens] * count for tokens in contexts}
-    methods.check_servers = server_flags.check
     methods.text_prompts = methods.shared_settings = lambda args, *_: {}
     load_plugins()  # as a server does
     parser = argparse.ArgumentParser()
