@@ -238,7 +238,7 @@ def copy_pages(args: argparse.Namespace, console: Console) -> int:
 
 
 def _contents(backend: StoreBackend) -> Iterator[tuple[StoredObject, bytearray | ObjectError | None]]:
-    """All pages with their bytes, with the error of those that are damaged, or with None for those that were deleted meanwhile."""
+    """All pages with their bytes. A damaged page has its error instead, a page that was deleted meanwhile has None."""
     # Listed first: a store process closes a connection that asks for nothing for minutes.
     for page in list(backend.objects()):
         try:

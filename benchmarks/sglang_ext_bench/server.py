@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sglang_ext.config.model_folder import read_config
 from sglang_ext.tools import CommandError, server_process
-from sglang_ext.tools.server_process import HEALTH_SECONDS, HOST, ServerProcess, stop_together
+from sglang_ext.tools.server_process import LocalServer, ServerProcess, stop_together
 
 PROMPT_LENGTH_OPTION = "--context-len"
 """Option of most benchmarks for the length of prompts."""
@@ -20,24 +20,12 @@ RESERVED_TOKENS = 2
 """Tokens of the context that SGLang's scheduler does not use. It silently shortens longer outputs."""
 
 
-class RequestClient:
+class RequestClient(LocalServer):
     """Sends requests to a server on a TCP port of this machine. ``request_timeout``: time limit of one request, in seconds."""
 
     def __init__(self, port: int, request_timeout: float = 1800.0) -> None:
         self.port = port
         self.request_timeout = request_timeout
-
-    @property
-    def url(self) -> str:
-        """URL of the server, without a slash at its end."""
-        return f"http://{HOST}:{self.port}"
-
-    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether ``GET /health`` succeeds within ``timeout`` seconds."""
-        with suppress(OSError):
-            self.request("health", timeout=timeout)
-            return True
-        return False
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Send a GET request, or with ``body`` a POST request. Return the JSON of the response, or its text if it is no JSON.
@@ -101,17 +89,9 @@ class BenchServer(ServerProcess, RequestClient):
             server.post("generate", {"text": "Hello"})
     """
 
-    def __init__(
-        self,
-        model: str,
-        arguments: tuple[str, ...],
-        log: Path,
-        port: int = 0,
-        start_timeout: float = 300.0,
-        request_timeout: float = 1800.0,
-        **settings: Any,
-    ) -> None:
-        super().__init__(model, arguments, log, port, start_timeout, **settings)
+    def __init__(self, *arguments: Any, request_timeout: float = 1800.0, **settings: Any) -> None:
+        """Other arguments are those of :class:`ServerProcess`."""
+        super().__init__(*arguments, **settings)
         self.request_timeout = request_timeout
 
     def __enter__(self) -> Self:

@@ -149,13 +149,30 @@ def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     server_flags.check(model, servers)
 
 
-class ServerProcess:
+class LocalServer:
+    """A server on TCP port ``port`` of this machine."""
+
+    health_path = "health"
+    port: int
+
+    @property
+    def url(self) -> str:
+        """URL of the server, without a slash at its end."""
+        return f"http://{HOST}:{self.port}"
+
+    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
+        """Whether a GET request to :attr:`health_path` succeeds within ``timeout`` seconds."""
+        with suppress(OSError, HTTPException), urllib.request.urlopen(f"{self.url}/{self.health_path}", timeout=timeout) as response:
+            response.read()
+            return True
+        return False
+
+
+class ServerProcess(LocalServer):
     """An SGLang server that runs as a subprocess, in the environment of this process with the variables ``env``.
 
     Port 0 stands for any free port. Times are seconds; ``stop_grace`` is the time between SIGTERM and SIGKILL.
     """
-
-    health_path = "health"
 
     def __init__(
         self,
@@ -178,18 +195,6 @@ class ServerProcess:
         self.stop_grace = stop_grace
         self.env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """URL of the server, without a slash at its end."""
-        return f"http://{HOST}:{self.port}"
-
-    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
-        """Whether a GET request to :attr:`health_path` succeeds within ``timeout`` seconds."""
-        with suppress(OSError, HTTPException), urllib.request.urlopen(f"{self.url}/{self.health_path}", timeout=timeout) as response:
-            response.read()
-            return True
-        return False
 
     def start(self) -> None:
         """Start the server without waiting until it is healthy. Call :func:`stop_together` afterwards."""

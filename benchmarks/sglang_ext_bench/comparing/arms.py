@@ -126,7 +126,7 @@ def run_arm(
         logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
-        config.request_timeout,
+        request_timeout=config.request_timeout,
     ) as server:
         for width in config.concurrency:
             responses: list[Generation] = []

@@ -115,7 +115,7 @@ def arm_server(config: QualityConfig, arm: QualityArm, logs: Path) -> BenchServe
         logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
-        config.request_timeout,
+        request_timeout=config.request_timeout,
     )
 
 

@@ -50,7 +50,7 @@ class Put(Message, tag="put"):
 class ObjectPart(Message, tag="part"):
     """Bytes of the object of ``Put`` from ``offset``, in a second frame. The last part is answered when the object is stored.
 
-    The answer is the number of bytes so far; after the last part it is 1, or 0 if another client stored the object meanwhile.
+    The answer is the number of bytes so far. After the last part it is 1, or 0 if another client stored the object first.
     """
 
     request: Number

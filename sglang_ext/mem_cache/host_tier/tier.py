@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -73,10 +74,9 @@ class PageChecksums:
             tables = buffers.key_table, buffers.value_table
             return page_checksum(*tables, words, slots, self.token_weights, self.column_weights)
         sums = slots.new_zeros(len(slots) // self.page_size)
-        for weights, *pair in zip(self.token_weights, buffers.keys, buffers.values):
-            for of_token, buffer in zip(weights, pair):
-                words = as_words(buffer, SUMMED_WORD).numpy()
-                _add_checksums(words, slots.numpy(), self.column_weights.numpy(), of_token.numpy(), sums.numpy())
+        of_column, of_token = self.column_weights.numpy(), self.token_weights.flatten(0, 1).numpy()
+        for buffer, weights in zip(chain.from_iterable(zip(buffers.keys, buffers.values)), of_token):
+            _add_checksums(as_words(buffer, SUMMED_WORD).numpy(), slots.numpy(), of_column, weights, sums.numpy())
         return sums
 
 

@@ -128,9 +128,9 @@ def _run_server(
         console.print(f"{server.name}: starting", markup=False)
         env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         log = logs / f"{file_name(server.name)}.log"
-        times = settings.start_timeout, settings.request_timeout
+        times = {"start_timeout": settings.start_timeout, "request_timeout": settings.request_timeout}
         flags = settings.server_flags(server)
-        client = stack.enter_context(BenchServer(settings.model, flags, log, settings.port, *times, env=env))
+        client = stack.enter_context(BenchServer(settings.model, flags, log, settings.port, **times, env=env))
         for arm in server.arms:
             if results[arm.name].bytes_share is None:
                 results[arm.name].set_bytes_share(_bytes_share(settings, server, arm, client, cases))
