@@ -120,11 +120,10 @@ class TestClient:
 
 
 @pytest.fixture
-def short_graces(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds of both grace periods, shorter than a user's. Tests whose processes ignore SIGTERM wait for them."""
+def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grace periods shorter than a user's. Tests whose processes ignore SIGTERM wait for them."""
     for name in ("INTERRUPTED_GRACE", "ORPHAN_GRACE"):
         monkeypatch.setattr(server_module, name, 0.5)
-    return 0.5
 
 
 class TestServerProcess:
@@ -195,7 +194,7 @@ class TestServerProcess:
             ended = not stopping.is_alive()
         assert ended and process.wait(20) < 0
 
-    def test_servers_that_take_their_time_are_ended_at_once(self, short_graces: float, tmp_path: Path) -> None:
+    def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path) -> None:
         stubborn = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
         servers = [BenchServer("m", (), tmp_path / f"log{place}") for place in range(4)]
         for server in servers:
@@ -207,7 +206,7 @@ class TestServerProcess:
         begun = time.monotonic()
         stop_all()
         # Servers that are stopped one after another would each take two grace periods.
-        assert time.monotonic() - begun < len(servers) * 2 * short_graces
+        assert time.monotonic() - begun < len(servers) * (server_module.INTERRUPTED_GRACE + server_module.ORPHAN_GRACE)
         assert not any(server.running or is_running(int(server.log.read_text())) for server in servers)
         for server in servers:
             server.stop()
