@@ -55,8 +55,9 @@ def test_aborted_requests_leave_nothing_behind_in_any_process():
     world = RankWorld(pack=2, patience=0.02, blocks=600, lanes=REQUESTS - 1, places=16).ready()
     try:
         draw, (link,) = random.Random(0), world.links
-        # Until each row was used: what is kept for it counts as held.
+        # Until each row was used: what is kept for it counts as held. Free places count, too.
         traffic(world, SECONDS / 3, draw, LEAST)
+        world.until_places_are_free()
         before, entries = resident(link.pid), held_entries(world.steps) - len(world.steps.missed)
         began, steps = traffic(world, SECONDS * 2 / 3, draw, LEAST)
         # A rank hears what was said before it is asked how much it holds.
