@@ -45,6 +45,8 @@ CONFIG: dict[str, Any] = {
 # Capturing CUDA graphs of prefills takes half a minute or more of a server's start.
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 DUMMY = "--load-format dummy --skip-tokenizer-init --attention-backend flashinfer"
+# Prompts of real text: code of Python's standard library.
+CODE_TEXT = "cat $(python -c 'import sysconfig; print(sysconfig.get_paths()[\"stdlib\"])')/*.py > {out}.txt"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,29 @@ def _methods() -> str:
     return f"python -m sglang_ext_bench methods --model {{model}} --at-once 3 --json {{out}}.json --logs {{out}} --server-arg='{server}'"
 
 
+def _auto() -> str:
+    server = (
+        "--attention-backend flashinfer --mem-fraction-static 0.9 --context-length 32768 --max-total-tokens 1300000 "
+        f"--chunked-prefill-size 16384 {NO_PREFILL_GRAPHS}"
+    )
+    return (
+        f"{CODE_TEXT}; python -m sglang_ext_bench auto-cells --model {{model}} --prompt-file {{out}}.txt --arms stock,auto,15 --output-len 512 "
+        f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
+    )
+
+
+def _prefix_store(prompts: str, model_flags: str) -> str:
+    # Two servers run at once, and share the GPU.
+    server = f"{model_flags} --mem-fraction-static 0.4 --max-total-tokens 40000 --chunked-prefill-size 8192 {NO_PREFILL_GRAPHS}"
+    return (
+        "F=$(mktemp -d -p /dev/shm); python -m sglang_ext.store serve --listen tcp://127.0.0.1:7100 --memory-gb 20 & S=$!; "
+        "trap 'kill $S; rm -rf $F' EXIT; sleep 5; "
+        f"python -m sglang_ext_bench prefix-store --model {{model}} {prompts} --store file:$F --store tcp://127.0.0.1:7100 "
+        "--prompts 3 --short-prompts 0 --greedy-only --host-gb 12 --dtype bfloat16 --logs {out} --json {out}.json "
+        f"--server-arg='{server}'"
+    )
+
+
 def _tests(names: str) -> str:
     return f"python -m pytest -x -q -p no:cacheprovider {names}"
 
@@ -146,6 +171,12 @@ STEPS: dict[str, Step] = {
     ),
     # Pass a folder with weights and a tokenizer as --model. After the time limit, a second run measures the remaining servers.
     "methods": Step(_methods(), 580),
+    # The same folder. A second run measures the arms that are missing.
+    "auto": Step(_auto(), 580),
+    # With a folder of weights.
+    "prefix-store-text": Step(
+        f"{CODE_TEXT}; {_prefix_store('--context-len 30000 --prompt-file {out}.txt', '--attention-backend flashinfer')}", 580,
+    ),
     "choices": Step("python -m sglang_ext_bench selection-speed --batch 16 --every 1 2 4 --priority 0 -1", 250),
     "choices-8": Step("python -m sglang_ext_bench selection-speed --batch 8 --every 1 2 4", 150),
     "sparse": Step("python -m sglang_ext_bench sparse-kernels", 100),

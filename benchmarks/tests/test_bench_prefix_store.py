@@ -85,14 +85,14 @@ def servers(launches: Launches, quick_sleep: None) -> type[OnStore]:
     return launches.make
 
 
-def measure(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Measure two stores with two long prompts and a short one."""
+def measure(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Measure two stores with two long prompts and a short one, from a text."""
     (folder / "config.json").write_text('{"vocab_size": 300}')
     words = [*("--model", str(folder), "--context-len", "40", "--prompts", "2", "--short-prompts", "1", "--short-len", "9", "--output-len", "2")]
     for name in ("a", "b"):
         words += ["--store", f"file:{folder}/{name}"]
     (folder / "text").write_text("".join(map(chr, range(32, 127))))
-    code = main(["prefix-store", *words, "--prompt-file", str(folder / "text"), "--json", str(folder / "found.json")])
+    code = main(["prefix-store", *words, *(flags or ("--prompt-file", str(folder / "text"))), "--json", str(folder / "found.json")])
     return code, json.loads((folder / "found.json").read_text())
 
 
@@ -117,6 +117,16 @@ def test_greedy_and_seeded_answers_are_compared(servers: type[OnStore], tmp_path
     # Two answers to three prompts of the same server and of the restarted one.
     assert code == 1 and set(found["differing_answers"].values()) == {12}
     assert "24 of 36 answers differ" in capsys.readouterr().out
+
+
+def test_random_prompts_get_greedy_answers_from_servers_without_determinism(
+    servers: type[OnStore], launches: Launches, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers.is_wrong = True
+    code, found = measure(tmp_path, "--greedy-only")
+    assert code == 1 and set(found["differing_answers"].values()) == {6}
+    assert "12 of 18 answers differ" in capsys.readouterr().out
+    assert launches.made and not any("--enable-deterministic-inference" in server.flags for server in launches.made)
 
 
 def test_a_store_that_has_pages_is_refused(tmp_path, capsys):

@@ -25,7 +25,7 @@ def bench_arguments(command: str) -> Iterator[list[str]]:
     variable = re.search(r"^R='([^']*)'; ", command)
     if variable:
         command = command[variable.end() :].replace("$R", variable[1]).replace("$codec", "raw")
-    for part in re.split(r"; (?:do )?", command):
+    for part in re.split(r"(?:;|&) (?:do )?", command):
         _, found, arguments = part.partition(f"{BENCH} ")
         if found:
             yield shlex.split(arguments)
@@ -42,7 +42,7 @@ def test_commands_name_files_checks_and_options_that_exist():
     assert (ROOT / "pyproject.toml").is_file()
     for name, step in STEPS.items():
         for word in shlex.split(step.command):
-            if word.endswith(".py"):
+            if word.endswith(".py") and "*" not in word:
                 assert (ROOT / word).is_file(), word
         if "kernel_checks.py" in step.command:
             assert set(shlex.split(step.command)[2:]) <= {*CHECK_NAMES}

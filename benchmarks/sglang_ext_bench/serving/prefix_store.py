@@ -58,16 +58,16 @@ class PromptTimes:
     Attributes:
         tokens: Tokens of the prompt.
         seconds: Seconds to its first token.
-        answer_seconds: Seconds of the greedy and the seeded answer together. Their prompt is in the prefix cache, and its pages are written.
+        answer_seconds: Seconds of all answers together. Their prompt is in the prefix cache, and its pages are written.
         stored: Tokens of the prompt that came from the store.
-        answers: Token ids of the greedy and of the seeded answer.
+        answers: Token ids of the greedy answer, and of the seeded one if there is one.
     """
 
     tokens: int
     seconds: float
     answer_seconds: float
     stored: int
-    answers: tuple[list[int], list[int]]
+    answers: Sequence[list[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,13 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--form", default="raw", choices=("raw", "anchored"), help="as --kv-store-form (default: %(default)s)")
     add("--short-prompts", type=int, default=24, help="number of further prompts, which only compare answers (default: %(default)s)")
     add("--short-len", type=int, default=512, help="tokens of each (default: %(default)s)")
+    text = "compare no seeded answers, so that servers need no --enable-deterministic-inference, which slows down prefills on GPUs"
+    add("--greedy-only", action="store_true", help=text)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, context_len: int, output_len: int, host_gb: float) -> None:
     """Add the options of commands that compare servers with and without a store. The numbers are defaults."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder")
-    add("--prompt-file", type=Path, required=True, help="text that prompts are taken from")
+    add("--prompt-file", type=Path, help="text that prompts are taken from; default: random tokens")
     add("--context-len", type=int, default=context_len, help="tokens of a prompt (default: %(default)s)")
     add("--prompts", type=int, default=3, help="number of prompts (default: %(default)s)")
     add("--output-len", type=int, default=output_len, help="tokens of the answers that are compared (default: %(default)s)")
@@ -105,18 +107,20 @@ def run(args: argparse.Namespace) -> int:
         open_empty_store(url).close()
     prompts = all_prompts(args)
     found: dict[str, dict[str, list[PromptTimes]]] = {}
-    with log_folder(args) as logs, running(args, logs / "computed.log") as computed:
+    seeded = not args.greedy_only
+    with log_folder(args) as logs, running(args, logs / "computed.log", seeded=seeded) as computed:
         for number, url in enumerate(args.store, 1):
             flags = ("--kv-store", url, "--kv-store-form", args.form)
-            servers = [running(args, logs / f"store-{number}-{name}.log", *flags) for name in ("first", RESTARTED)]
-            found[url] = measure_store(computed, servers, prompts, args.output_len)
+            servers = [running(args, logs / f"store-{number}-{name}.log", *flags, seeded=seeded) for name in ("first", RESTARTED)]
+            found[url] = measure_store(computed, servers, prompts, args.output_len, seeded)
             if args.json is not None:
                 write_results(args, found)
     columns = ("store", "server", "first token, s", "of computing", "answers, of computing", "from the store")
     rows = [row for url, arms in found.items() for row in table_rows(url, arms, args.prompts)]
     report.make_console().print(report.make_table(f"{args.prompts} prompts of {args.context_len} tokens, medians", columns, rows))
     differing = sum(map(count_differing, found.values()))
-    print(f"{differing} of {6 * len(prompts) * len(found)} answers differ from those of the server without a store")
+    answers = (2 if seeded else 1) * 3 * len(prompts) * len(found)
+    print(f"{differing} of {answers} answers differ from those of the server without a store")
     return 1 if differing else 0
 
 
@@ -152,10 +156,11 @@ def host_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 @contextmanager
-def running(args: argparse.Namespace, log: Path, *flags: str) -> Iterator[BenchServer]:
-    """A server with further ``flags`` that has answered a request."""
+def running(args: argparse.Namespace, log: Path, *flags: str, seeded: bool = True) -> Iterator[BenchServer]:
+    """A server with further ``flags`` that has answered a request. With ``seeded``, equal seeds give equal answers."""
     # SGLang ignores seeds without --enable-deterministic-inference.
-    own = (*host_flags(args), "--enable-metrics", "--enable-deterministic-inference", *flags, *split_flags(args.server_arg))
+    seeds = ("--enable-deterministic-inference",) if seeded else ()
+    own = (*host_flags(args), "--enable-metrics", *seeds, *flags, *split_flags(args.server_arg))
     with BenchServer(str(args.model), own, log) as server:
         # The first long prefill of a server compiles and allocates.
         ask(server, list(range(100, 100 + args.context_len)), 1)
@@ -163,7 +168,7 @@ def running(args: argparse.Namespace, log: Path, *flags: str) -> Iterator[BenchS
 
 
 def measure_store(
-    computed: BenchServer, servers: Sequence[AbstractContextManager[BenchServer]], prompts: Sequence[Sequence[int]], output_len: int
+    computed: BenchServer, servers: Sequence[AbstractContextManager[BenchServer]], prompts: Sequence[Sequence[int]], output_len: int, seeded: bool
 ) -> dict[str, list[PromptTimes]]:
     """Measure all prompts without a store, with an empty store, and from the store.
 
@@ -172,6 +177,7 @@ def measure_store(
         servers: The server that writes the prompts, and the one that starts after its end. Both are started here.
         prompts: Token ids of the prompts.
         output_len: Tokens of each answer.
+        seeded: Whether each prompt also gets a seeded answer.
 
     Returns:
         For each label of :data:`LABELS` the measurements of all prompts.
@@ -182,26 +188,26 @@ def measure_store(
         pair = [(COMPUTED, computed), (EMPTY, server)]
         for prompt in prompts:
             for arm, each in pair:
-                found[arm].append(measure(each, prompt, output_len))
+                found[arm].append(measure(each, prompt, output_len, seeded))
             # The next prompt goes to the other server first.
             pair.reverse()
             wait_until_constant(lambda: written_pages(server))
-        found[STORED] = [measure(server, prompt, output_len) for prompt in prompts]
+        found[STORED] = [measure(server, prompt, output_len, seeded) for prompt in prompts]
     with restarted as server:
-        found[RESTARTED] = [measure(server, prompt, output_len) for prompt in prompts]
+        found[RESTARTED] = [measure(server, prompt, output_len, seeded) for prompt in prompts]
     return found
 
 
-def measure(server: BenchServer, prompt: Sequence[int], output_len: int) -> PromptTimes:
+def measure(server: BenchServer, prompt: Sequence[int], output_len: int, seeded: bool = True) -> PromptTimes:
     """Send a prompt alone to an empty prefix cache."""
     server.flush_cache()
     begin = time.perf_counter()
     first = ask(server, prompt, 1)
     middle = time.perf_counter()
-    greedy, seeded = (ask(server, prompt, output_len, **params)["output_ids"] for params in ({}, SEEDED))
+    answers = [ask(server, prompt, output_len, **params)["output_ids"] for params in ([{}, SEEDED] if seeded else [{}])]
     end = time.perf_counter()
     stored = (first["meta_info"].get("cached_tokens_details") or {}).get("storage", 0)
-    return PromptTimes(len(prompt), middle - begin, end - middle, stored, (greedy, seeded))
+    return PromptTimes(len(prompt), middle - begin, end - middle, stored, answers)
 
 
 def ask(server: BenchServer, ids: Sequence[int], tokens: int, **params: Any) -> dict[str, Any]:
