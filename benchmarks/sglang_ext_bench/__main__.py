@@ -78,6 +78,7 @@ COMMANDS = {
     "pack-cycles": Command("packs.pack_cycles", "time a cache rank's cycle of a pack of layers (AsyncSpade, Table 2)"),
     "backend-rate": Command("links.backend_rate", "measure the rate of transfer backend progressive"),
     "link-rate": Command("links.link_rate", "measure the rate of a link"),
+    "store-rate": Command("links.store_rate", "measure the rate of a prefix store"),
     # Tools.
     "prompts": Command("corpus", "build a folder of real prompts from text on this machine"),
     "mixed-prompts": Command("acceptance.mixed_prompts", "build prompts of many kinds of text"),

@@ -171,6 +171,12 @@ STEPS: dict[str, Step] = {
     ),
     # Pass a folder with weights and a tokenizer as --model. After the time limit, a second run measures the remaining servers.
     "methods": Step(_methods(), 580),
+    # The KV of 32,768 tokens of Qwen3-8B.
+    "store-rate": Step(
+        "F=$(mktemp -d -p /dev/shm); python -m sglang_ext.store serve --listen tcp://127.0.0.1:7101 --memory-gb 8 & S=$!; "
+        "trap 'kill $S; rm -rf $F' EXIT; sleep 5; "
+        "python -m sglang_ext_bench store-rate --store file:$F --store tcp://127.0.0.1:7101 --pages 512 --json {out}.json", 200,
+    ),
     # The same folder. A second run measures the arms that are missing.
     "auto": Step(_auto(), 580),
     # With a folder of weights.

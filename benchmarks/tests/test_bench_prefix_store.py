@@ -132,6 +132,6 @@ def test_random_prompts_get_greedy_answers_from_servers_without_determinism(
 def test_a_store_that_has_pages_is_refused(tmp_path, capsys):
     backend, form = FileBackend(tmp_path / "store", 1 << 30), ObjectFormat("m", torch.float32, 1, 1, 16, 64, form="raw")
     page = StoredPage(form, bytes(32), 0)
-    backend.put(page.name, encode_object(page, [torch.zeros(64, 1, 16)] * 2))
+    backend.put(page.name, encode_object(page, torch.zeros(2, 64, 1, 16)))
     assert main(["prefix-store", "--model", "/", "--prompt-file", "/dev/null", "--store", f"file:{tmp_path}/store"]) == 2
     assert "has 1 pages; pass an empty store" in capsys.readouterr().err

@@ -330,8 +330,8 @@ def _measure_store(backend: StoreBackend, pages: Sequence[StoredPage]) -> str:
         ObjectError: A page was not restored.
     """
     form, names = pages[0].form, [page.name for page in pages]
-    tensors = [torch.randn(form.page_size, form.heads, form.head_dim).to(form.dtype) for _ in range(form.tensors)]
-    objects = [encode_object(page, tensors) for page in pages]
+    kv = torch.randn(form.tensors, form.page_size, form.heads, form.head_dim).to(form.dtype)
+    objects = [encode_object(page, kv) for page in pages]
     size = sum(part.nbytes for parts in objects for part in parts)
     begin = time.perf_counter()
     for name, parts in zip(names, objects, strict=True):
@@ -340,12 +340,12 @@ def _measure_store(backend: StoreBackend, pages: Sequence[StoredPage]) -> str:
     found = backend.count_run(names)
     if found < len(names):
         raise StoreError(f"{len(names)} pages were written, and {found} are there: the store is full, or another program deletes its pages")
-    restored = [torch.empty_like(tensor) for tensor in tensors]
+    restored = torch.empty_like(kv)
     counted = time.perf_counter()
     for page in pages:
         read_page(backend, page, restored)
     seconds = time.perf_counter() - counted
-    if not all(map(torch.equal, tensors, restored)):
+    if not torch.equal(kv, restored):
         raise StoreError("a page that was read differs from the one that was written")
     backend.delete(names)
     if backend.count_run(names):

@@ -82,7 +82,7 @@ def write_another_models_pages(store: Path, _: Path) -> None:
     """Pages of the same shape under the same names."""
     form = ObjectFormat("another model", torch.float32, layers=len(KEPT), heads=3, head_dim=64, page_size=UNIT, form="raw")
     for path in objects(store):
-        parts = encode_object(StoredPage(form, bytes.fromhex(path.name), 0), [torch.ones(UNIT, 3, 64)] * (2 * len(KEPT)))
+        parts = encode_object(StoredPage(form, bytes.fromhex(path.name), 0), torch.ones(2 * len(KEPT), UNIT, 3, 64))
         path.write_bytes(b"".join(parts))
 
 

@@ -23,6 +23,8 @@ ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-l
 SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
 # Maximum of messages that libzmq queues to one peer, or from one.
 MOST_WAITING = 4096
+# Threads of libzmq that move the bytes of all connections of a process. One moves about 1 GB/s.
+IO_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from functools import partial
 import zmq
 
 from sglang_ext.managers.kv_transfer.endpoints import (
+    IO_THREADS,
     MOST_WAITING,
     LinkKeys,
     check_endpoint,
@@ -37,7 +38,7 @@ class ServerSocket:
     def __init__(self, endpoint: str, keys: LinkKeys | None, most_waiting: int = MOST_WAITING) -> None:
         check_endpoint(endpoint, keys)
         self._keys = keys
-        self._context = zmq.Context()
+        self._context = zmq.Context(IO_THREADS)
         self._socket, self._zap = listen(self._context, endpoint, keys, most_waiting)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -17,7 +17,7 @@ import zmq
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.kv_transfer.connection import BrokenConnection, Connection
-from sglang_ext.managers.kv_transfer.endpoints import LinkKeys, check_endpoint
+from sglang_ext.managers.kv_transfer.endpoints import IO_THREADS, LinkKeys, check_endpoint
 from sglang_ext.managers.kv_transfer.wire import LinkError, WireError
 from sglang_ext.managers.store_server import wire
 from sglang_ext.mem_cache.prefix_store.backend import (
@@ -132,7 +132,7 @@ class TcpBackend:
     def __init__(self, endpoint: str, keys: LinkKeys | None) -> None:
         check_endpoint(endpoint, keys)
         self._endpoint, self._keys = endpoint, keys
-        self._context = zmq.Context()
+        self._context = zmq.Context(IO_THREADS)
         # Guards the connections that no thread uses.
         self._lock = threading.Lock()
         self._idle: list[StoreConnection] = []

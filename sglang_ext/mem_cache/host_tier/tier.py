@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -74,24 +74,34 @@ class PageChecksums:
             tables = buffers.key_table, buffers.value_table
             return page_checksum(*tables, words, slots, self.token_weights, self.column_weights)
         sums = slots.new_zeros(len(slots) // self.page_size)
-        of_column, of_token = self.column_weights.numpy(), self.token_weights.flatten(0, 1).numpy()
-        for buffer, weights in zip(chain.from_iterable(zip(buffers.keys, buffers.values)), of_token):
-            _add_checksums(as_words(buffer, SUMMED_WORD).numpy(), slots.numpy(), of_column, weights, sums.numpy())
+        of_column, of_token = self.column_weights.numpy(), self.token_weights.transpose(0, 1).flatten(0, 1).numpy()
+        for words, weights in zip(self._words, np.split(of_token, len(self._words)), strict=True):
+            _add_checksums(words, slots.numpy(), of_column, weights, sums.numpy())
         return sums
+
+    @cached_property
+    def _words(self) -> list[np.ndarray]:
+        """Keys of all layers, then values, in host memory: [buffers, slots, words of a row]. One array if they lie at regular distances."""
+        words = [as_words(buffer, SUMMED_WORD).numpy() for buffer in (*self.buffers.keys, *self.buffers.values)]
+        steps = {after.ctypes.data - before.ctypes.data for before, after in pairwise(words)}
+        if len(steps) > 1:
+            return [each[None] for each in words]
+        return [np.lib.stride_tricks.as_strided(words[0], (len(words), *words[0].shape), (*steps, *words[0].strides))]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _add_checksums(words: np.ndarray, slots: np.ndarray, column_weights: np.ndarray, token_weights: np.ndarray, sums: np.ndarray) -> None:
-    """Add the weighted sums of one buffer's pages to ``sums``, int64 [pages], modulo 2**64.
+    """Add the weighted sums of the pages of some buffers to ``sums``, int64 [pages], modulo 2**64.
 
-    ``words``: integers [slots, words of a row]. ``slots``, the weights: int64 [pages * page_size], [words of a row] and [page_size].
+    ``words``: integers [buffers, slots, words of a row]. ``slots``, the weights: int64 [pages * page_size], [words of a row] and [buffers, page_size].
     """
-    for page in range(len(sums)):
-        for place, token_weight in enumerate(token_weights):
-            row, of_token = words[slots[page * len(token_weights) + place]], np.int64(0)
-            for column, weight in enumerate(column_weights):
-                of_token += np.int64(row[column]) * weight
-            sums[page] += of_token * token_weight
+    for buffer in range(len(words)):
+        for page in range(len(sums)):
+            for place, token_weight in enumerate(token_weights[buffer]):
+                row, of_token = words[buffer, slots[page * token_weights.shape[1] + place]], np.int64(0)
+                for column, weight in enumerate(column_weights):
+                    of_token += np.int64(row[column]) * weight
+                sums[page] += of_token * token_weight
 
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. They are large enough that copying half of them takes

@@ -216,7 +216,7 @@ class StoredPrefixes:
         self._remember(page.page_hash)
         self.host.tier.pool.pages.hold(host_pages)
         self._held_pages += len(host_pages)
-        done = self.store.write(page, lambda _: self._tensors(host_pages), lambda: all(each.done for each in stores))
+        done = self.store.write(page, lambda _: self._memory(host_pages), lambda: all(each.done for each in stores))
         self._writes.append((page, done, host_pages))
 
     def _synchronize(self) -> tuple[bool, bool]:
@@ -238,11 +238,11 @@ class StoredPrefixes:
         if len(self._known) > MAX_KNOWN_PAGES:
             del self._known[next(iter(self._known))]
 
-    def _tensors(self, host_pages: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Keys of all layers, then values, of consecutive tokens in host pages. Views if the pages are consecutive, else copies."""
+    def _memory(self, host_pages: torch.Tensor) -> torch.Tensor:
+        """KV in host pages: [2 * layers, tokens, heads, head_dim]. A view if the pages are consecutive, else a copy."""
         kv, first = self.host.tier.pool.kv, int(host_pages[0])
         part = kv[:, :, first : first + len(host_pages)] if len(runs(host_pages)) == 1 else kv[:, :, host_pages]
-        return part.flatten(2, 3).flatten(0, 1).unbind()
+        return part.flatten(2, 3).flatten(0, 1)
 
     def pending_writes(self) -> list["Future[bool]"]:
         """The writes whose host pages are held."""
@@ -355,7 +355,7 @@ class StoredPrefixes:
         if fetch.host_pages is not None:
             finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
             drafts = self.drafter is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
-            fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish, anchors=finish if drafts else None)
+            fetch.run = self.store.read(fetch.pages[:found], partial(self._target, fetch), finish, anchors=finish if drafts else None)
         return True
 
     def _predicts_loss(self, pages: int, tokens: int) -> bool:
@@ -383,20 +383,20 @@ class StoredPrefixes:
         """Whether a store page is restored directly to its host pages: they are consecutive and hold all of its tokens."""
         return len(own) == self.unit // self._page_size and len(runs(own)) == 1
 
-    def _targets(self, fetch: Fetch, page: StoredPage) -> Sequence[torch.Tensor]:
-        """Tensors that a store page is restored to."""
+    def _target(self, fetch: Fetch, page: StoredPage) -> torch.Tensor:
+        """Memory that a store page is restored to, as :meth:`_memory`."""
         own, kv = self._own_pages(fetch, page), self.host.tier.pool.kv
         if self._fills_host_pages(own):
-            return self._tensors(own)
+            return self._memory(own)
         kinds, layers, _, _, *shape = kv.shape
-        return torch.empty(kinds * layers, self.unit, *shape, dtype=kv.dtype).unbind()
+        return torch.empty(kinds * layers, self.unit, *shape, dtype=kv.dtype)
 
     @torch.inference_mode()
-    def _finish_page(self, fetch: Fetch, page: StoredPage, tensors: Sequence[torch.Tensor]) -> None:
+    def _finish_page(self, fetch: Fetch, page: StoredPage, kv: torch.Tensor) -> None:
         """Copy a restored page to its host pages, if it is not there, and set their checksums."""
         own, pool, size = self._own_pages(fetch, page), self.host.tier.pool, self._page_size
         if not self._fills_host_pages(own):
-            tail = torch.stack(list(tensors))[:, -len(own) * size :]
+            tail = kv[:, -len(own) * size :]
             pool.kv[:, :, own] = tail.unflatten(1, (-1, size)).unflatten(0, pool.kv.shape[:2])
         slots = (own[:, None] * size + torch.arange(size)).flatten()
         pool.checksums[own] = self._checksums.of(slots)

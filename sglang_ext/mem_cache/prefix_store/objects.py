@@ -16,8 +16,11 @@ Example::
 
     form = ObjectFormat("SmolLM2", torch.bfloat16, layers=30, heads=3, head_dim=64, page_size=64)
     page = StoredPage(form, page_hash, start=0)
-    backend.put(page.name, encode_object(page, tensors))
-    read_page(backend, StoredPage(form, page_hash, start=0), tensors)  # raises ObjectError: compute the page
+    backend.put(page.name, encode_object(page, kv))
+    read_page(backend, StoredPage(form, page_hash, start=0), kv)  # raises ObjectError: compute the page
+
+The KV of a page is one tensor, [2 * layers, page_size, heads, head_dim]: keys of all layers, then values. The channels of a layer are contiguous.
+Pages in the form "raw" are copied by threads that hold no GIL, in one call.
 """
 
 import json
@@ -31,10 +34,8 @@ import torch
 import xxhash
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.lynx.codec import Streams, decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
-from sglang_ext.layers.kernels.lynx.pytorch_codec import raw
-from sglang_ext.layers.kernels.lynx.scales import as_bytes
+from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
+from sglang_ext.layers.kernels.lynx.layout import HEADER, RAW, PageLayout
 from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
 from sglang_ext.mem_cache.prefix_store.object_header import (
     CHECKSUM_BYTES,
@@ -235,24 +236,24 @@ class StoredPage:
         """The residuals. None if all tensors are raw."""
         return self._ranges(self.form.header_bytes + len(self._anchors), self._residuals)
 
-    def decode_anchors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill tensors with the numbers of the anchors. See :meth:`restore`."""
+    def decode_anchors(self, kv: torch.Tensor) -> None:
+        """Fill ``kv`` with the numbers of the anchors. See :meth:`restore`."""
         header = self._opened()
         self._check(self._anchors, header.anchor_checksum, "anchors")
-        self._decode(_unpack(self._anchors, header.anchors), None, tensors)
+        self._decode(header, None, kv)
 
-    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill tensors with exactly the numbers that were stored. After an error their content is undefined.
+    def restore(self, kv: torch.Tensor) -> None:
+        """Fill ``kv`` with exactly the numbers that were stored. After an error its content is undefined.
 
         Args:
-            tensors: Keys of all layers, then values: [page_size, heads, head_dim] or [page_size, channels] each, in host memory.
+            kv: [2 * layers, page_size, heads, head_dim] or [2 * layers, page_size, channels], in host memory.
         """
         header = self._opened()
         self._check(self._anchors, header.anchor_checksum, "anchors")
         self._check(self._residuals, header.residual_checksum, "residuals")
-        residuals = _unpack(self._residuals, header.residuals)
-        self._decode(_unpack(self._anchors, header.anchors), residuals, tensors)
-        if _checksum_of_all(tensors) != header.page_checksum:
+        self._decode(header, _unpack(self._residuals, header.residuals), kv)
+        # Raw numbers are bytes of the anchors, which were compared.
+        if self.form.form != "raw" and _checksum_of_numbers(_numbers(kv, self)) != header.page_checksum:
             raise ObjectError(f"object {self.name}: the restored numbers are not those that were stored")
 
     def release(self) -> None:
@@ -274,43 +275,51 @@ class StoredPage:
             raise ObjectError(f"object {self.name}: the checksum of its {what} differs")
 
     @torch.inference_mode()
-    def _decode(self, anchors: list[torch.Tensor], residuals: list[torch.Tensor] | None, tensors: Sequence[torch.Tensor]) -> None:
-        outs = _checked(tensors, self)
+    def _decode(self, header: ObjectHeader, residuals: list[torch.Tensor] | None, kv: torch.Tensor) -> None:
+        numbers = _numbers(kv, self)
+        if self.form.form == "raw":
+            np.copyto(numbers, self._anchors.numpy().reshape(self.form.tensors, -1)[:, HEADER : self.layout.raw_bytes])
+            return
         try:
-            decode_page(anchors, residuals, self.layout, outs)
+            decode_page(_unpack(self._anchors, header.anchors), residuals, self.layout, kv.unbind())
         except (ValueError, IndexError, RuntimeError) as error:
             raise ObjectError(f"object {self.name}: its streams are not those of a page: {error}") from error
 
 
-def encode_object(page: StoredPage, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+def encode_object(page: StoredPage, kv: torch.Tensor) -> list[memoryview]:
     """Encode a page to the parts of its object, none of them empty, for ``StoreBackend.put``. Equal pages have equal bytes.
 
     Args:
         page: The page, with its name.
-        tensors: Keys of all layers, then values: [page_size, heads, head_dim] or [page_size, channels] each, in host memory. Numbers need
-            not be finite.
+        kv: [2 * layers, page_size, heads, head_dim] or [2 * layers, page_size, channels], in host memory. Numbers need not be finite.
 
     Raises:
-        ValueError: The tensors do not fit the page's format.
+        ValueError: The KV does not fit the page's format.
     """
-    parts = _checked(tensors, page)
+    numbers, layout, residuals = _numbers(kv, page), page.layout, torch.empty(0, dtype=torch.uint8)
     if page.form.form == "raw":
-        streams = [Streams(raw(part), torch.empty(0, dtype=torch.uint8)) for part in parts.tensors]
+        packed = np.empty((page.form.tensors, aligned(layout.raw_bytes)), np.uint8)
+        packed[:, :HEADER], packed[:, layout.raw_bytes :] = 0, 0
+        packed[:, 0] = RAW
+        np.copyto(packed[:, HEADER : layout.raw_bytes], numbers)
+        anchors = torch.from_numpy(packed.reshape(-1))
+        anchor_sizes, residual_sizes = (layout.raw_bytes,) * page.form.tensors, (0,) * page.form.tensors
     else:
-        streams = encode_page(parts, page.layout)
-    anchors, residuals = (_pack(each) for each in zip(*streams, strict=True))
+        streams = encode_page(kv.unbind(), layout)
+        anchors, residuals = (_pack(each) for each in zip(*streams, strict=True))
+        anchor_sizes, residual_sizes = (tuple(map(len, each)) for each in zip(*streams))
     header = ObjectHeader(
-        tuple(len(each.anchor) for each in streams),
-        tuple(len(each.residual) for each in streams),
+        anchor_sizes,
+        residual_sizes,
         xxhash.xxh3_128_digest(_view(anchors)),
         xxhash.xxh3_128_digest(_view(residuals)),
-        _checksum_of_all(tensors),
+        _checksum_of_numbers(numbers),
     )
     return [memoryview(header.encode(page)), _view(anchors)] + ([_view(residuals)] if len(residuals) else [])
 
 
-def read_page(backend: StoreBackend, page: StoredPage, tensors: Sequence[torch.Tensor], exact: bool = True) -> None:
-    """Read one page: exactly, or the numbers of its anchors alone. See :meth:`StoredPage.restore`.
+def read_page(backend: StoreBackend, page: StoredPage, kv: torch.Tensor, exact: bool = True) -> None:
+    """Read one page to ``kv``: exactly, or the numbers of its anchors alone. See :meth:`StoredPage.restore`.
 
     Raises:
         ObjectError: The store lacks the object or fails, or the object does not restore the page.
@@ -320,9 +329,9 @@ def read_page(backend: StoreBackend, page: StoredPage, tensors: Sequence[torch.T
     except StoreError as error:
         raise ObjectError(str(error)) from error
     if exact:
-        page.restore(tensors)
+        page.restore(kv)
     else:
-        page.decode_anchors(tensors)
+        page.decode_anchors(kv)
 
 
 def fetch_page(backend: StoreBackend, page: StoredPage, exact: bool = True) -> None:
@@ -348,13 +357,18 @@ def _fill(backend: StoreBackend, ranges: list[ReadRange]) -> None:
         raise ObjectError(f"object {ranges[filled.index(False)].name} is missing or shorter than its header says")
 
 
-def _checked(tensors: Sequence[torch.Tensor], page: StoredPage) -> PageTensors:
-    """The tensors, if they fit the page. Raises ValueError that names the difference."""
-    if len(tensors) != page.form.tensors:
-        raise ValueError(f"{len(tensors)} tensors: a page has {page.form.tensors}, keys of all layers, then values")
-    parts = PageTensors.from_tensors(tensors)
-    parts.check(page.layout, None)
-    return parts
+def _numbers(kv: torch.Tensor, page: StoredPage) -> np.ndarray:
+    """The numbers of a page's KV as bytes, uint8 [2 * layers, bytes]: a view.
+
+    Raises:
+        ValueError: The KV does not fit the page's format, or the numbers of a layer are not contiguous.
+    """
+    form, shape = page.form, (page.form.tensors, page.form.page_size * page.form.heads * page.form.head_dim)
+    if kv.dtype != form.dtype or len(kv) != shape[0] or kv[0].numel() != shape[1] or kv.shape[1] != form.page_size or not kv[0].is_contiguous():
+        raise ValueError(
+            f"{kv.dtype} {tuple(kv.shape)}: pass {form.dtype} [{shape[0]}, {form.page_size}, {form.heads}, {form.head_dim}], whose parts are contiguous"
+        )
+    return kv.view(shape).view(torch.uint8).numpy()
 
 
 def _packed_size(sizes: Sequence[int]) -> int:
@@ -379,9 +393,9 @@ def _view(memory: torch.Tensor) -> memoryview:
     return memoryview(memory.numpy())
 
 
-def _checksum_of_all(tensors: Sequence[torch.Tensor]) -> bytes:
-    """xxh3_128 of the numbers of all tensors."""
+def _checksum_of_numbers(numbers: np.ndarray) -> bytes:
+    """xxh3_128 of all bytes of :func:`_numbers`, in order."""
     found = xxhash.xxh3_128()
-    for tensor in tensors:
-        found.update(_view(as_bytes(tensor)))
+    for row in numbers:
+        found.update(row)
     return found.digest()

@@ -5,6 +5,7 @@ read, nothing is read for so long, and the server computes its prompts.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-WRITERS, READERS = 2, 4
-"""Threads that encode and write pages, and that read and decode them. As many look for pages and read anchors."""
+CORES = len(os.sched_getaffinity(0))
+WRITERS, READERS = max(2, CORES // 8), max(4, min(16, CORES // 2))
+"""Threads that encode and write pages, and that read and decode them. As many look for pages and read anchors. A thread reads 2 to 3 GB/s of raw
+pages from memory."""
 RETRY_SECONDS = 5.0
 """Time without requests to a store that failed."""
 RATE_DECAY = 0.8
@@ -33,10 +36,10 @@ RATE_DECAY = 0.8
 RATE_SECONDS = 30.0
 """Age at which the measured rate is forgotten. Otherwise a store that was slow once would never be read again."""
 
-PageTensors = Callable[[StoredPage], Sequence[torch.Tensor]]
-"""Returns a page's keys of all layers, then its values: [page_size, heads, head_dim] each, in host memory."""
-PageDone = Callable[[StoredPage, Sequence[torch.Tensor]], None]
-"""Receives a restored page, and its tensors."""
+PageMemory = Callable[[StoredPage], torch.Tensor]
+"""Returns host memory of a page's KV: [2 * layers, page_size, heads, head_dim], keys of all layers, then values."""
+PageDone = Callable[[StoredPage, torch.Tensor], None]
+"""Receives a restored page, and its KV."""
 PageFetch = Callable[[StoreBackend, StoredPage], None]
 """Reads bytes of a page. Raises as ``fetch_page``."""
 
@@ -82,8 +85,8 @@ class Availability:
 class PageRun:
     """Pages that are being read, in the order of the prompt.
 
-    Reading threads fill the caller's tensors until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free. In a run
-    with anchors first, the tensors hold the anchors of all pages once :attr:`has_anchors`. They stay until :meth:`release_anchors`.
+    Reading threads fill the caller's memory until :meth:`stop` returns. Afterwards the memory of pages that were not restored is free. In a run
+    with anchors first, it holds the anchors of all pages once :attr:`has_anchors`. They stay until :meth:`release_anchors`.
 
     Attributes:
         num_pages: Number of pages.
@@ -124,7 +127,7 @@ class PageRun:
 
     @property
     def has_anchors(self) -> bool:
-        """Whether the caller's tensors hold the anchors of all pages."""
+        """Whether the caller's memory holds the anchors of all pages."""
         return all(self._anchors) and self._waiting is not None
 
     @property
@@ -166,7 +169,7 @@ class PageRun:
         self._states[index] = restored
 
     def note_anchors(self, index: int, filled: bool) -> bool:
-        """Record whether the tensors hold the anchors of page ``index``. Returns whether it was the last page."""
+        """Record whether the memory of page ``index`` holds its anchors. Returns whether it was the last page."""
         with self._changed:
             self._anchors[index] = filled
             return None not in self._anchors
@@ -181,7 +184,7 @@ class PageRun:
         return self._stopped
 
     def stop(self) -> None:
-        """Let no thread write the caller's tensors any more. Waits for those that write now, but not for the store."""
+        """Let no thread write the caller's memory any more. Waits for those that write now, but not for the store."""
         with self._changed:
             self._stopped, self._waiting = True, None
             self._changed.wait_for(lambda: not self._filling)
@@ -228,27 +231,27 @@ class PrefixStore:
         """Bytes of KV that a reading thread restores per second. None if no page was read in the last :data:`RATE_SECONDS`."""
         return self._bandwidth.bandwidth if time.monotonic() - self._measured_at < RATE_SECONDS else None
 
-    def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[bool]":
+    def write(self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool]) -> "Future[bool]":
         """Write a page in a thread. The result is whether the store has it.
 
         Args:
-            tensors: The page. Called once ``ready`` returns True.
+            memory: The page's KV. Called once ``ready`` returns True.
             ready: Whether the page's memory is complete.
         """
-        return self._writers.submit(self._write, page, tensors, ready)
+        return self._writers.submit(self._write, page, memory, ready)
 
     def count_run(self, names: Sequence[str]) -> "Future[int]":
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
         return self._first_readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
 
-    def read(self, pages: Sequence[StoredPage], target: PageTensors, done: PageDone, anchors: PageDone | None = None) -> PageRun:
+    def read(self, pages: Sequence[StoredPage], target: PageMemory, done: PageDone, anchors: PageDone | None = None) -> PageRun:
         """Restore pages in threads.
 
         Args:
             pages: The pages, in the order of the prompt.
-            target: Returns the tensors that a page fills.
+            target: Returns the memory that a page fills.
             done: Called with each restored page, before it counts as restored.
-            anchors: If given, the anchors of all pages are read first. Called with each page whose tensors are filled with its anchors.
+            anchors: If given, the anchors of all pages are read first. Called with each page whose memory is filled with its anchors.
         """
         if anchors is None:
             run = PageRun(len(pages))
@@ -272,13 +275,13 @@ class PrefixStore:
             pool.shutdown(cancel_futures=True)
         self.backend.close()
 
-    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> bool:
+    def _write(self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool]) -> bool:
         while not ready():
             time.sleep(0.002)
         if not self.can_write:
             return False
         try:
-            parts = encode_object(page, tensors(page))
+            parts = encode_object(page, memory(page))
             is_new = self._request(self._writing, lambda: self.backend.put(page.name, parts), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)
@@ -289,19 +292,18 @@ class PrefixStore:
                 self.counters.written_bytes += sum(len(part) for part in parts)
         return is_new is not None
 
-    def _read_anchors(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> bool:
-        """Fill a page's tensors with its anchors. Returns whether they are filled."""
+    def _read_anchors(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone) -> bool:
+        """Fill a page's memory with its anchors. Returns whether it is filled."""
 
         def decode() -> bool:
-            tensors = target(page)
-            return run.fill(partial(self._fill, page.decode_anchors, page, tensors, done))
+            return run.fill(partial(self._fill, page.decode_anchors, page, target(page), done))
 
         if not self._attempt(run, index, page, partial(self._fetch, page, partial(fetch_page, exact=False))):
             return False
         run.anchor_share = page.anchor_share
         return self._attempt(run, index, page, decode)
 
-    def _read_residuals(self, run: PageRun, pages: Sequence[StoredPage], target: PageTensors, done: PageDone) -> None:
+    def _read_residuals(self, run: PageRun, pages: Sequence[StoredPage], target: PageMemory, done: PageDone) -> None:
         """Restore pages in threads, except those without anchors."""
         if not run.has_anchors:
             run.release_anchors()
@@ -311,8 +313,8 @@ class PrefixStore:
             else:
                 self._end_page(run, index, page, 0, restored=False)
 
-    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone, fetch: PageFetch) -> None:
-        """Read the bytes of a page, and restore it once its tensors may be written."""
+    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone, fetch: PageFetch) -> None:
+        """Read the bytes of a page, and restore it once its memory may be written."""
         if run.stopped or run.ended or not self.can_read:
             page.release()
             run.note(index, False)
@@ -321,23 +323,23 @@ class PrefixStore:
         else:
             self._end_page(run, index, page, 0, restored=False)
 
-    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageTensors, done: PageDone) -> None:
+    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone) -> None:
         """Restore a page whose bytes were read."""
         size = 0
 
         def restore() -> bool:
             nonlocal size
-            tensors = target(page)
-            size = sum(tensor.nbytes for tensor in tensors)
-            return run.fill(partial(self._fill, page.restore, page, tensors, done))
+            kv = target(page)
+            size = kv.nbytes
+            return run.fill(partial(self._fill, page.restore, page, kv, done))
 
         restored = self._attempt(run, index, page, restore)
         self._end_page(run, index, page, size, restored)
 
     @staticmethod
-    def _fill(decode: Callable[[Sequence[torch.Tensor]], None], page: StoredPage, tensors: Sequence[torch.Tensor], done: PageDone) -> None:
-        decode(tensors)
-        done(page, tensors)
+    def _fill(decode: Callable[[torch.Tensor], None], page: StoredPage, kv: torch.Tensor, done: PageDone) -> None:
+        decode(kv)
+        done(page, kv)
 
     def _fetch(self, page: StoredPage, fetch: PageFetch) -> bool:
         return self._request(self._reading, lambda: fetch(self.backend, page) is None, False)

@@ -50,21 +50,21 @@ def page(number: int) -> StoredPage:
     return StoredPage(FORM, hashlib.sha256(str(number).encode()).digest(), 64)
 
 
-def tensors(number: int) -> list[torch.Tensor]:
-    return [torch.full((64, 2, 16), float(number)).bfloat16() for _ in range(4)]
+def kv(number: int) -> torch.Tensor:
+    return torch.full((4, 64, 2, 16), float(number)).bfloat16()
 
 
 def put(backend: StoreBackend, number: int) -> bool:
-    return backend.put(page(number).name, encode_object(page(number), tensors(number)))
+    return backend.put(page(number).name, encode_object(page(number), kv(number)))
 
 
 def has(backend: StoreBackend, number: int) -> bool:
     """Whether a page is restored."""
     if not backend.count_run([page(number).name]):
         return False
-    found = tensors(-1)
+    found = kv(-1)
     read_page(backend, page(number), found)
-    return all(map(torch.equal, found, tensors(number)))
+    return torch.equal(found, kv(number))
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ FORM = ObjectFormat("a model", torch.float32, layers=2, heads=2, head_dim=64, pa
 
 def page(number: int) -> tuple[str, bytes]:
     """Name and bytes of an object: 132 kB."""
-    tensors = [torch.full((64, 2, 64), float(number)) for _ in range(FORM.tensors)]
+    kv = torch.full((FORM.tensors, 64, 2, 64), float(number))
     stored = StoredPage(FORM, hashlib.sha256(str(number).encode()).digest(), 64)
-    return stored.name, b"".join(encode_object(stored, tensors))
+    return stored.name, b"".join(encode_object(stored, kv))
 
 
 def put(store: StoreBackend, number: int) -> bool:
@@ -469,9 +469,8 @@ def test_a_store_that_falls_silent_is_given_up(ends: Ends, monkeypatch: pytest.M
 
 def test_large_objects_and_many_ranges_are_split(store: StoreBackend) -> None:
     form = ObjectFormat("a model", torch.float32, layers=4, heads=4, head_dim=128, page_size=512, form="raw")
-    tensors = [torch.randn(512, 4, 128) for _ in range(8)]
     stored = StoredPage(form, bytes(32), 64)
-    content = b"".join(encode_object(stored, tensors))
+    content = b"".join(encode_object(stored, torch.randn(8, 512, 4, 128)))
     assert len(content) > 2 * wire.MAX_READ_BYTES - 1000 and store.put(stored.name, [memoryview(content)])
     memories = [bytearray(3_000_000), bytearray(10), bytearray(len(content) - 17)]
     offsets = [1, len(content) - 5, 17]

@@ -173,9 +173,9 @@ def early(tmp_path, monkeypatch):
 def anchors(world, page):
     """Keys of a page's anchors: float32 [UNIT, 1, 2 * NUMBERS]."""
     stored = StoredPage(world.stored.form, bytes.fromhex(hash_of(PROMPT, page + 1)), page * UNIT)
-    tensors = [torch.empty(UNIT, 1, 2 * NUMBERS) for _ in "kv"]
-    read_page(world.backend.inner, stored, tensors, exact=False)
-    return tensors[0]
+    kv = torch.empty(2, UNIT, 1, 2 * NUMBERS)
+    read_page(world.backend.inner, stored, kv, exact=False)
+    return kv[0]
 
 
 def expected_drafts(prompt):

@@ -64,23 +64,23 @@ def one_infinity(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 KINDS = [normal, like_keys, any_bits, rare, one_infinity]
 
 
-def page_of(form: ObjectFormat, *kinds: Callable, seed: int = 0) -> list[torch.Tensor]:
-    """A page whose tensors are of these kinds, in turn."""
+def page_of(form: ObjectFormat, *kinds: Callable, seed: int = 0) -> torch.Tensor:
+    """KV of a page whose parts are of these kinds, in turn."""
     torch.manual_seed(seed)
     shape = form.page_size, form.heads, form.head_dim
-    return [kinds[number % len(kinds)](shape, form.dtype) for number in range(form.tensors)]
+    return torch.stack([kinds[number % len(kinds)](shape, form.dtype) for number in range(form.tensors)])
 
 
-def empty(form: ObjectFormat) -> list[torch.Tensor]:
-    return [torch.full((form.page_size, form.heads, form.head_dim), 7.0, dtype=form.dtype) for _ in range(form.tensors)]
+def empty(form: ObjectFormat) -> torch.Tensor:
+    return torch.full((form.tensors, form.page_size, form.heads, form.head_dim), 7.0, dtype=form.dtype)
 
 
-def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(BITS_OF[a.dtype]), b.view(BITS_OF[b.dtype])) for a, b in zip(some, others, strict=True))
+def equal(some: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.equal(some.view(BITS_OF[some.dtype]), others.view(BITS_OF[others.dtype]))
 
 
-def encoded(page: StoredPage, tensors: list[torch.Tensor]) -> bytes:
-    return b"".join(encode_object(page, tensors))
+def encoded(page: StoredPage, kv: torch.Tensor) -> bytes:
+    return b"".join(encode_object(page, kv))
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def test_pages_of_host_memory_are_written_and_read_in_place(store):
     # [2, layers, pages, page_size, heads, dim], as HostPool has them.
     memory = torch.randn(2, FORM.layers, 5, FORM.page_size, FORM.heads, FORM.head_dim).to(FORM.dtype)
     before, page = memory.clone(), StoredPage(FORM, HASH, 64)
-    put(store, page, encoded(page, list(memory[:, :, 3].flatten(0, 1))))
-    read_page(store, StoredPage(FORM, HASH, 64), [memory[kind, layer, 1] for kind in (0, 1) for layer in range(FORM.layers)])
+    put(store, page, encoded(page, memory[:, :, 3].flatten(0, 1)))
+    read_page(store, StoredPage(FORM, HASH, 64), memory[:, :, 1].flatten(0, 1))
     before[:, :, 1] = before[:, :, 3]
     assert torch.equal(memory, before)
 
@@ -122,7 +122,7 @@ def test_anchors_alone_are_the_codecs_and_need_no_more_bytes(store):
         assert len(residuals) > 0
         put(store, page, bytes(header) + bytes(anchors))
         read_page(store, StoredPage(FORM, HASH, start), found, exact=False)
-        decode_page([each.anchor for each in encode_page(tensors, FORM.layout(start))], None, FORM.layout(start), expected)
+        decode_page([each.anchor for each in encode_page(tensors.unbind(), FORM.layout(start))], None, FORM.layout(start), expected.unbind())
         assert equal(found, expected)
         with pytest.raises(ObjectError, match="missing or shorter"):
             read_page(store, StoredPage(FORM, HASH, start), found)
@@ -130,7 +130,7 @@ def test_anchors_alone_are_the_codecs_and_need_no_more_bytes(store):
 
 def test_two_writers_write_the_same_bytes():
     tensors = page_of(FORM, *KINDS)
-    assert encoded(StoredPage(FORM, HASH, 0), tensors) == encoded(StoredPage(FORM, HASH, 0), [each.clone() for each in tensors])
+    assert encoded(StoredPage(FORM, HASH, 0), tensors) == encoded(StoredPage(FORM, HASH, 0), tensors.clone())
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_bits_of_a_number_of_the_demo_models_kv(kv, store, dtype, most):
     form = ObjectFormat("demo", dtype, layers=len(kv) // 2, heads=kv.shape[2], head_dim=kv.shape[3], page_size=64)
     anchor_bytes = all_bytes = 0
     for start in range(0, kv.shape[1], form.page_size):
-        tensors, found = list(kv[:, start : start + form.page_size].to(dtype).contiguous()), empty(form)
+        tensors, found = kv[:, start : start + form.page_size].to(dtype).contiguous(), empty(form)
         header, anchors, residuals = encode_object(StoredPage(form, HASH, start), tensors)
         anchor_bytes += len(header) + len(anchors)
         all_bytes += len(header) + len(anchors) + len(residuals)
