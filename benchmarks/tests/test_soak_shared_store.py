@@ -37,6 +37,10 @@ class OnStore(SoakServer):
         return super().answer(body, count)
 
 
+STORED = ("--kv", "--kv-host-gb 1 --kv-draft-length 15")
+"""Flags of servers that can have a store."""
+
+
 @pytest.fixture
 def server(launches: Launches, char_tokenizer: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
     for name in ("LOOK_SECONDS", "DISTURB_SECONDS", "RELEASE_SECONDS"):
@@ -46,7 +50,7 @@ def server(launches: Launches, char_tokenizer: None, monkeypatch: pytest.MonkeyP
 
 
 def test_each_request_has_one_server_and_the_store_is_disturbed(server: Launches, tmp_path: Path) -> None:
-    code, totals = run(tmp_path, "--minutes", "5", "--requests", "60", "--store", str(tmp_path / "store"), "--store-mb", "7")
+    code, totals = run(tmp_path, "--minutes", "5", "--requests", "60", *STORED, "--store", str(tmp_path / "store"), "--store-mb", "7")
     _, first, second = server.made
     assert code == 0 and first.rids & second.rids <= {""} and len(first.rids) > 5 and len(second.rids) > 5
     assert f"file:{tmp_path}/store?max-gb=0.007" in first.flags and first.flags == second.flags
@@ -55,7 +59,7 @@ def test_each_request_has_one_server_and_the_store_is_disturbed(server: Launches
 
 
 def test_servers_share_a_store_process_which_is_restarted(server: Launches, tmp_path: Path) -> None:
-    code, totals = run(tmp_path, "--minutes", "5", "--requests", "60", "--store", str(tmp_path / "store"), "--store-process", "--store-mb", "7")
+    code, totals = run(tmp_path, "--minutes", "5", "--requests", "60", *STORED, "--store", str(tmp_path / "store"), "--store-process", "--store-mb", "7")
     _, first, second = server.made
     assert code == 0 and first.flags == second.flags and first.flags[first.flags.index("--kv-store") + 1].startswith("tcp://127.0.0.1:")
     assert {"store process killed", "store process restarted"} & {*totals["store"]["disturbances"]}
@@ -87,7 +91,7 @@ def test_a_store_process_that_cannot_start_says_why(tmp_path: Path) -> None:
 )
 def test_a_leak_or_an_unused_store_fails(server: Launches, tmp_path: Path, changes: dict[str, int], problem: str) -> None:
     server.make = type("Faulty", (OnStore,), changes)
-    code, totals = run(tmp_path, "--store", str(tmp_path / "store"), "--store-servers", "1")
+    code, totals = run(tmp_path, *STORED, "--store", str(tmp_path / "store"), "--store-servers", "1")
     assert code == 1 and any(problem in each for each in totals["problems"])
 
 
@@ -102,7 +106,7 @@ def test_a_store_beyond_its_bound_fails(server: Launches, tmp_path: Path, monkey
 
     monkeypatch.setattr(shared_store, "DISTURB_SECONDS", 1000.0)
     server.make = Greedy
-    code, totals = run(tmp_path, "--minutes", "1", "--store", str(tmp_path / "store"), "--store-mb", "1")
+    code, totals = run(tmp_path, "--minutes", "1", *STORED, "--store", str(tmp_path / "store"), "--store-mb", "1")
     assert code == 1 and "its bound is 1000000" in totals["problems"][0]
 
 

@@ -38,7 +38,6 @@ CAN_OFFLOAD_FULL_KV = Condition(
     "--kv-full-tier auto or host", options.can_offload_full_kv,
     "--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}", "pass --kv-full-tier auto and for example --kv-host-gb 16",
 )
-HAS_HOST_MEMORY = Condition("--kv-host-gb", lambda args: bool(args.kv_host_gb), "--kv-host-gb is 0", "pass --kv-host-gb 16")
 HAS_STORE = Condition("--kv-store", lambda args: args.kv_store is not None, "--kv-store is not given", "pass --kv-store URL")
 HAS_SELECTOR = Condition(
     f"--kv-compressor {' or '.join(catalogue.per_step_methods())}", selection.has_selector,

@@ -11,7 +11,7 @@ import dataclasses
 from sglang_ext.config import combinations, disaggregation_options, method_options, options, request_params
 from sglang_ext.config import selection_options as selection
 from sglang_ext.config.combinations import (
-    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_HOST_MEMORY, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD,
+    BACKEND_OPTION, BURST_LIMITS_ROUND, CAN_OFFLOAD_FULL_KV, HAS_NO_OFFLOAD_OBSTACLE, HAS_ONLINE_METHOD,
     HAS_PROGRESSIVE_TRANSFER, HAS_RANKS, HAS_SELECTOR, HAS_STORE, HAS_TIMELINE, IS_NOT_PREFILL_SERVER, IS_PREFILL_SERVER, IS_SPADE, IS_VERIFIED, NEEDS_ONLINE_METHOD, SELECTS_FEWER_THAN_ALL,
 )  # fmt: skip
 from sglang_ext.config.rules import ANY_MODE, Flag, KVServerArgs, Range, Refusal, one_of, refuse_if_set
@@ -275,13 +275,14 @@ TABLE: dict[str, Flag] = {
     "kv_store": Flag(
         text="URL of a prefix store that servers share: file:FOLDER, tcp://ADDRESS:PORT, redis://HOST:PORT/DATABASE, "
         "s3://BUCKET/PREFIX?endpoint=URL or mooncake://MASTER:PORT. Full KV of prompts and answers is written to it from host memory. A "
-        "prompt that begins with a stored prefix reads it, if that is faster than computing it. Servers of all modes share a store.",
-        group=SECTION_HOST, example="file:/mnt/prefixes", scope=ANY_MODE, requires=(HAS_HOST_MEMORY,),
+        "prompt that begins with a stored prefix reads it, if that is faster than computing it. Servers of all modes share a store. Needs --kv-host-gb.",
+        group=SECTION_HOST, example="file:/mnt/prefixes", scope=ANY_MODE,
         conflicts=(
             Refusal(
                 "--disaggregation-mode decode", lambda args: args.disaggregation_mode == "decode",
                 "a server that only decodes computes no prompts, and keeps no prefixes", "pass it to the prefill server",
             ),
+            Refusal("--kv-host-gb 0", lambda args: not args.kv_host_gb, "pages are written from host memory, and read into it", "pass --kv-host-gb 16"),
             Refusal(
                 "--kv-prefill quantized", lambda args: args.kv_mode != "full" and args.kv_prefill == options.QUANTIZED,
                 "prompts attend to quantized KV, so their KV is not that of other servers", "pass --kv-prefill exact",

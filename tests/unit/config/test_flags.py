@@ -11,7 +11,6 @@ from sglang_ext import flag_checks
 from sglang_ext.config.combinations import (
     BURST_LIMITS_ROUND,
     CAN_OFFLOAD_FULL_KV,
-    HAS_HOST_MEMORY,
     HAS_NO_OFFLOAD_OBSTACLE,
     HAS_ONLINE_METHOD,
     HAS_PROGRESSIVE_TRANSFER,
@@ -39,14 +38,14 @@ MET: dict[Condition, dict[str, object]] = {
     CAN_OFFLOAD_FULL_KV: {"kv_host_gb": 1.0, "kv_full_tier": "auto"}, HAS_SELECTOR: {"kv_compressor": "spade"}, SELECTS_FEWER_THAN_ALL: {},
     IS_SPADE: {"kv_compressor": "spade"}, HAS_RANKS: {"kv_cache_ranks": 1}, IS_NOT_PREFILL_SERVER: {"disaggregation_mode": "null"},
     HAS_ONLINE_METHOD: {"kv_compressor": "kvzap", "kv_predictor": "/"}, NEEDS_ONLINE_METHOD: {"kv_host_gb": 1.0},
-    HAS_HOST_MEMORY: {"kv_host_gb": 1.0}, HAS_STORE: {"kv_store": "file:/store", "kv_host_gb": 1.0},
+    HAS_STORE: {"kv_store": "file:/store", "kv_host_gb": 1.0},
 }  # fmt: skip
 UNMET: dict[Condition, dict[str, object]] = {
     IS_NOT_FULL_MODE: {"kv_mode": "full"}, HAS_PROGRESSIVE_TRANSFER: {}, HAS_TIMELINE: {}, IS_PREFILL_SERVER: DECODE,
     IS_VERIFIED: {"kv_mode": "lossy"}, BURST_LIMITS_ROUND: {"kv_draft_length": 2}, HAS_NO_OFFLOAD_OBSTACLE: {},
     CAN_OFFLOAD_FULL_KV: {"kv_host_gb": 1.0}, HAS_SELECTOR: {}, SELECTS_FEWER_THAN_ALL: {"kv_select": 1.0},
     IS_SPADE: {"kv_compressor": "quest"}, HAS_RANKS: {}, IS_NOT_PREFILL_SERVER: {"disaggregation_mode": "prefill"}, HAS_ONLINE_METHOD: {},
-    NEEDS_ONLINE_METHOD: {"kv_host_gb": 0.0}, HAS_HOST_MEMORY: {"kv_host_gb": 0.0}, HAS_STORE: {},
+    NEEDS_ONLINE_METHOD: {"kv_host_gb": 0.0}, HAS_STORE: {},
 }  # fmt: skip
 # By flag, a value that is served, and other flags that it needs.
 RIGHT: dict[str, dict[str, object]] = {
@@ -60,7 +59,7 @@ RIGHT: dict[str, dict[str, object]] = {
     "kv_cache_ranks": {"kv_cache_ranks": 1}, "kv_cache_rank_gpu": {"kv_cache_rank_gpu": 1}, "kv_pack_layers": {"kv_pack_layers": 6},
     "kv_cache_rank_gb": {"kv_cache_rank_gb": 8.0}, "kv_score_bits": {"kv_score_bits": 8}, "kv_draft_length": {"kv_draft_length": 8},
     "kv_max_burst": {"kv_max_burst": 4}, "kv_stream_pacing": {"kv_stream_pacing": "even"}, "kv_host_gb": {"kv_host_gb": 1.0},
-    "kv_store": {"kv_store": "file:/store"}, "kv_store_form": {"kv_store_form": "anchored"},
+    "kv_store": {"kv_store": "file:/store", "kv_host_gb": 1.0}, "kv_store_form": {"kv_store_form": "anchored"},
     "kv_full_tier": {"kv_full_tier": "auto"}, "kv_offload_draft_length": {"kv_offload_draft_length": 32}, "kv_reference": {"kv_reference": "int8"},
     "kv_link_gbps": {"kv_link_gbps": 1.0}, "kv_link_keys": {"kv_link_keys": "keys"}, "kv_bench_acceptance": {"kv_bench_acceptance": 0.9},
     "kv_bench_corrupt_loads": {"kv_bench_corrupt_loads": 7, "kv_host_gb": 1.0}, "kv_bench_codec": {"kv_bench_codec": CODEC},
@@ -100,7 +99,8 @@ CONFLICTING: dict[str, list[dict[str, object]]] = {
     "kv_score_bits": [{"kv_score_bits": 4, "kv_compressor": "spade", "disaggregation_mode": "decode"}],
     "kv_host_gb": [{"kv_host_gb": 1.0, "disaggregation_mode": "decode"}, {"kv_host_gb": 1.0, "disable_radix_cache": True}],
     "kv_store": [
-        {"kv_store": "file:/store", "disaggregation_mode": "decode"}, {"kv_store": "file:/store", "kv_host_gb": 1.0, **RIGHT["kv_prefill"]}
+        {"kv_store": "file:/store", "disaggregation_mode": "decode"}, {"kv_store": "file:/store"},
+        {"kv_store": "file:/store", "kv_host_gb": 1.0, **RIGHT["kv_prefill"]},
     ],
     "kv_full_tier": [
         {"kv_full_tier": "auto", "disaggregation_mode": "prefill"}, {"kv_full_tier": "host"},
