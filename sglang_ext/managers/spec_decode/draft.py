@@ -26,7 +26,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
-from sglang_ext.mem_cache.compressed.queries import LayerObserver, RecordedRows
+from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 
 class StepRunner:
@@ -111,12 +111,12 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends, following = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}, plan.num_steps - index - 1
-            watch = self._observe_step(ends, following)
+            observer = observe_step(self.worker.compressed_kv, ends, None if self.worker.lossy else following)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if self.worker.queries.has_step_queries and not on_full_kv:
                 self.worker.queries.set_targets(recorded)
-            with self.worker.queries.recording(recorded, watch):
+            with self.worker.queries.recording(recorded, observer):
                 output = self.forward(batch, inputs, on_full_kv)
             self._select_tokens(ends, following, plan.selection_interval)
             if penalized is not None:
@@ -127,13 +127,6 @@ class StepRunner:
             if index == 0 and plan.num_steps > 1:
                 on_first_step()
         return step_outputs
-
-    def _observe_step(self, ends: dict[int, int], following: int) -> LayerObserver | None:
-        """The observer of a step's layers, which selects their tokens. Arguments as for :meth:`_select_tokens`."""
-        compressed_kv = self.worker.compressed_kv
-        if not ends and compressed_kv.async_selector is None:
-            return None
-        return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""

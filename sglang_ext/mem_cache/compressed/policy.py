@@ -176,6 +176,8 @@ def observe_step(compressed_kv: CompressedKVCache, ends: dict[int, int], followi
     """
     if compressed_kv.async_selector is not None:
         return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
+    if not ends:
+        return None
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
     if compressed_kv.layout.selects_in_attention:

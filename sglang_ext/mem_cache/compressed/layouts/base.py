@@ -15,7 +15,6 @@ from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
     from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
     from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
 
@@ -119,10 +118,6 @@ class KVLayout(ABC):
         """
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
-    def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> SlotLayout:
-        """The slot layout for ``method``; ``plain`` if it stores tokens unchanged."""
-        return plain
-
     def fill(
         self,
         row: int | None,
@@ -175,7 +170,7 @@ class RowCountLayout(KVLayout):
     """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
-        layout: How compressed KV is stored in slots.
+        layout: How compressed KV is stored in slots, for methods that pack tokens or point to them.
         counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 
