@@ -35,7 +35,7 @@ class StepRunner:
     def __init__(self, worker: Worker):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
-        self._sampler_cache = SamplerCache(worker.model_runner)
+        self.samplers = SamplerCache(worker.model_runner)
 
     def slots(self, batch: ScheduleBatch, width: int, starts: torch.Tensor) -> torch.Tensor:
         """Slots of ``width`` tokens per request from positions ``starts``, int64 [requests], on."""
@@ -59,23 +59,11 @@ class StepRunner:
         """Run one forward. ``on_full_kv``: no row begins with compressed KV."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
-    def verify_sampler(self, batch: ScheduleBatch, plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
-        """The sampler of ``width`` rows of output tokens for each of some requests. ``walks``: their grammars, along the drafts."""
-
-        def rows() -> list[LogitRow]:
-            return [LogitRow.from_state(i, plan.states[i], walks.get(i), j) for i in requests for j in range(width)]
-
-        return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
-
     def _step_sampler(self, batch: ScheduleBatch, plan: RoundPlan) -> RowSampler:
         """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
-
-        def rows() -> list[LogitRow]:
-            walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, plan.full_kv_reqs)
-            return [LogitRow.from_state(i, state, walks.get(i)) for i, state in enumerate(plan.states)]
-
+        walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, plan.full_kv_reqs)
         logprobs = bool(plan.full_kv_reqs) and batch.return_logprob
-        return self._sampler_cache.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
+        return self.samplers.get(batch, plan.states, range(len(plan.states)), 1, walks, logprobs)
 
     def run(
         self,
@@ -219,7 +207,8 @@ class Verifier:
         if penalized is not None:
             penalized.penalize_verify(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
-        sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
+        sampler = self.steps.samplers.get(batch, plan.states, requests, width, walks, batch.return_logprob)
+        sampled = sampler.draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
         # Tokens after the output's end have no slots. The grammar does not mask rows after a refused or final draft.
         max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, num_drafts)]
