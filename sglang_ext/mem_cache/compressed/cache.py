@@ -10,7 +10,7 @@ therefore serves requests on full KV and on compressed KV.
 import logging
 from collections import Counter
 from collections.abc import Callable, ItemsView, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWrite
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
@@ -159,10 +159,6 @@ class CompressedKVCache:
         """Slots that compressed KV owns: int64 [owned_slot_count]."""
         return torch.cat([self.token_table.new_empty(0, dtype=torch.int64), *(compressed.owned_slots for compressed in self._by_row.values())])
 
-    def free_slots(self) -> torch.Tensor:
-        """Slots that SGLang's allocator could allocate: int64 [free]."""
-        return free_slots(self.allocator)
-
     def held_bytes(self) -> int:
         """Bytes of all compressed KV, over all layers. Shared segments count once."""
         return self.buffers.bytes_per_slot * (self.owned_slot_count + self.tree_cache.segments.held_tokens)
@@ -203,10 +199,7 @@ class CompressedKVCache:
         old = self._by_row.get(row)
         if old is not None:
             self._flush_selection(row)
-            grown = CompressedKV(
-                old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=refresh_after
-            )
-            return self._resize(row, grown, headroom, None, tokens)
+            return self._resize(row, replace(old, covered=covered, tail_end=0, refresh_after=refresh_after), headroom, None, tokens)
         prefix = prefix if self.layout.shareable else None
         segments = []
         if prefix is not None:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.rotary import Rotary
     from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
-# Minimum tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
-# tokens stay as they are, so that this costs little.
+# Minimum of CompressionMethod.pack_after. Packed tokens stay as they are, so that packing few tokens at once costs little.
 PACK_AFTER = 128
 
 
@@ -72,7 +71,7 @@ class CompressionMethod:
 
     @property
     def pack_after(self) -> int:
-        """Tokens packed at once if all tokens are packed and full KV is freed then: at least two units."""
+        """Tokens packed at once if compressed KV packs all tokens and full KV is freed then: at least two units."""
         return max(PACK_AFTER, 2 * self.unit)
 
     @property
