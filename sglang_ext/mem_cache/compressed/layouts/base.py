@@ -50,12 +50,7 @@ class SlotLayout(ABC):
 
     @abstractmethod
     def write(
-        self,
-        buffers: "KVBuffers",
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: "KVBuffers", kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Store the kept tokens of each head in slots. On a GPU it does not wait for the device.
 
@@ -83,12 +78,7 @@ class PlainSlots(SlotLayout):
         return tokens
 
     def write(
-        self,
-        buffers: "KVBuffers",
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: "KVBuffers", kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         buffers.copy_kept(kept, sources, targets)
 
@@ -119,12 +109,7 @@ class KVLayout(ABC):
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
     def fill(
-        self,
-        row: int | None,
-        slot_layout: SlotLayout,
-        compressor: "Compressor",
-        context: "ContextKV",
-        targets: "dict[Part, torch.Tensor]",
+        self, row: int | None, slot_layout: SlotLayout, compressor: "Compressor", context: "ContextKV", targets: "dict[Part, torch.Tensor]"
     ) -> None:
         """Let ``compressor`` select the tokens of each part of ``context``, and store them in the part's slots, int64.
 

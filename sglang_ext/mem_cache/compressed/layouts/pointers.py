@@ -41,12 +41,7 @@ class Pointers(SlotLayout):
         return -(-tokens // self.per_slot)
 
     def write(
-        self,
-        buffers: KVBuffers,
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Point the compressed KV to each head's kept tokens, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
@@ -144,11 +139,6 @@ class PagePointerLayout(PointerLayout):
     def page(self) -> int:
         """Tokens of a page."""
         return self.extremes.page
-
-    @property
-    def page_bounds(self) -> torch.Tensor:
-        """[layers, pages, kv_heads, 2, head_dim], the smallest and largest keys of each page of the pool."""
-        return self.extremes.held
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the numbers of pointers and pages. The row's next step selects."""

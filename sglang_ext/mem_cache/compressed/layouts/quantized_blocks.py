@@ -98,12 +98,7 @@ class Packing(SlotLayout):
         return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(
-        self,
-        buffers: KVBuffers,
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Pack whole blocks of each head's kept tokens, in all layers, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
