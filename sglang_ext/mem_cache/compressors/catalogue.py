@@ -206,16 +206,12 @@ def partitioned() -> tuple[str, ...]:
 
 
 def create(name: str) -> Compressor:
-    """Create the compressor of this name with its defaults. Raises ValueError for an unknown name."""
-    if name not in COMPRESSORS:
-        raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
+    """Create the compressor of this name, one of :func:`dropping`, with its defaults."""
     return COMPRESSORS[name]()
 
 
 def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
-    """Create the quantizer of this name, with codes of ``bits`` bits and this partition size. Raises ValueError for an unknown name."""
-    if name not in QUANTIZERS:
-        raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
+    """Create the quantizer of this name, one of :func:`packing`, with codes of ``bits`` bits and this partition size."""
     sizes = {} if partition is None else {"partition": partition}
     return QUANTIZERS[name].quantizer(bits=bits, **sizes)
 
