@@ -69,7 +69,7 @@ class Unshifted(Scoring):
         plain = seen.rotary.rotate(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
         regressed = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
         query = seen.rotary.rotate(regressed, positions[:, None, None, -1:]).squeeze(-2)
-        return group_attention(query, seen.keys, seen.scaling, seen.beyond)
+        return seen.score(query, lambda own, keys: group_attention(own, keys, seen.scaling))
 
 
 class QueryRecorder:
@@ -121,13 +121,13 @@ def select(scoring: Scoring, seen: ScoringInputs, count: int) -> torch.Tensor:
     """Positions that each step selects: int64 [steps, layers, kv_heads, count]."""
     scores = scoring.scores(seen if scoring.synchronous else without_own_query(seen))
     if not isinstance(scoring, TovaScoring):
-        return top_tokens(scores, count, 0, 0, seen.lengths)
+        return seen.select(scores, count)
     # With TOVA, tokens that are not selected are lost for all later steps.
     alive, steps = torch.ones_like(scores[:1], dtype=torch.bool), []
-    for step in range(len(scores)):
-        steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0), count, 0, 0, seen.lengths[step, None]))
+    for step, length in enumerate(seen.lengths.tolist()):
+        steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0)[..., :length], count, 0, 0))
         # Tokens that are not selected are dropped. Newer tokens are still there.
-        alive = (torch.arange(scores.shape[-1]) >= seen.lengths[step]).expand_as(alive).scatter(-1, steps[-1], True)
+        alive = (torch.arange(scores.shape[-1]) >= length).expand_as(alive).scatter(-1, steps[-1], True)
     return torch.cat(steps)
 
 
@@ -146,7 +146,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
     """
     tokens = seen.keys.shape[-2]
     count = int(share * tokens)
-    true = top_tokens(TrueQueryScoring().scores(seen), count, 0, 0, seen.lengths)
+    true = seen.select(TrueQueryScoring().scores(seen), count)
     ways = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), QuestScoring(), TovaScoring(), RecentScoring())}
     ways |= {f"{each.name}, unrotated": (each, replace(seen, rotary=None)) for each in PREDICTED}
     for bits in SCORE_BITS[1:]:
@@ -156,7 +156,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
     for distance in DISTANCES:
         old = seen.queries[..., -1 - distance, :]
         for name, query in (("distance", seen.rotary.rotate(old, torch.full((1,), distance))), ("distance, unrotated", old)):
-            selected = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
+            selected = seen.select(seen.score(query, lambda own, keys: group_attention(own, keys, seen.scaling)), count)
             yield f"{name} {distance}", float(overlap(true, selected, tokens).mean())
 
 

@@ -115,7 +115,7 @@ def test_every_scoring_answers_in_the_same_frame_and_chooses_no_place_beyond_a_c
     lengths = torch.tensor([40, 23])
     scores = scoring.scores(given := seen(lengths=lengths))
     assert scores.shape == given.keys.shape[:-1] and scores.dtype == torch.float32
-    chosen = top_tokens(scores, 9, 1, 2, lengths)
+    chosen = given.select(scores, 9, 1, 2)
     assert chosen.shape == (2, 2, 2, 9)
     for request, length in enumerate(lengths.tolist()):
         for head in chosen[request].flatten(0, 1).tolist():
