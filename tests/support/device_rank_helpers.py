@@ -12,6 +12,7 @@ import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
 from rank_socket import RankSocket, serve
 
+from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
@@ -133,8 +134,8 @@ class RankWorld:
         # Of rows whose requests begin alike.
         self.prompts, self.namespaces = {}, {}
         self.compressed_kv = SimpleNamespace(
-            get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
-            namespace_of=lambda row: self.namespaces.get(row, ""), write_selection=self._write_selection,
+            get=self.copies.get, num_compressions=Counter(), write_selection=self._write_selection,
+            state_of=lambda row: RequestState("", row, 0, prompt=self.prompts.get(row, ()), namespace=self.namespaces.get(row, "")),
         )  # fmt: skip
 
     def _send(self, message, link, send):

@@ -183,10 +183,10 @@ class CacheRankClient(AsyncSelector):
         leases = max(self._current_leases(), key=lambda each: (each.free_lanes > 0, each.free_blocks), default=None)
         if leases is None:
             raise RankUnavailable(self.links[0].down_reason)
-        request, namespace = leases.open(), compressed_kv.namespace_of(row)
+        request, namespace = leases.open(), compressed_kv.state_of(row).namespace
         if namespace is not None:
             # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
-            request.names = block_hashes(namespace, compressed_kv.prompt_of(row))
+            request.names = block_hashes(namespace, compressed_kv.state_of(row).prompt)
         self._requests[row] = request
         return request
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -53,8 +54,7 @@ class CompressedKVSource(Protocol):
     """The compressed KV of requests, as selectors use it. Members as :class:`~.cache.CompressedKVCache`'s."""
 
     num_compressions: Counter[str]
-    namespace_of: Callable[[int], str | None]
-    prompt_of: Callable[[int], Sequence[int]]
+    state_of: Callable[[int], RequestState]
 
     def get(self, row: int) -> CompressedKV | None: ...
 

@@ -9,7 +9,7 @@ therefore serves requests on full KV and on compressed KV.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, ItemsView, Sequence
+from collections.abc import Callable, ItemsView
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
@@ -42,9 +43,7 @@ class CompressedKVCache:
         token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
         tree_cache: SGLang's radix cache, which evicts when slots run out.
         rotary: The model's rotary embedding; None if no method needs it.
-        method_index_of: Index in :attr:`methods` of the method of the request in a row.
-        prompt_of: Prompt token ids of the request in a row.
-        namespace_of: Adapter or salt of the request in a row (``extra_key``), on which its KV also depends; None if token ids do not identify its KV.
+        state_of: Returns the state of the request in a row.
         async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
@@ -61,9 +60,7 @@ class CompressedKVCache:
     tree_cache: object
     queries: "QueryWindows"
     rotary: "Rotary | None" = None
-    method_index_of: Callable[[int], int] = lambda row: 0
-    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
-    namespace_of: Callable[[int], str | None] = lambda row: ""
+    state_of: Callable[[int], RequestState] = lambda row: RequestState("", row, 0)
     layout: KVLayout = PlainLayout()
     async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
@@ -75,11 +72,11 @@ class CompressedKVCache:
 
     @cached_property
     def _writer(self) -> CompressedKVWriter:
-        return CompressedKVWriter(self.token_table, self.rows, self.buffers, self.queries, self.rotary, self.prompt_of, self.layout)
+        return CompressedKVWriter(self.token_table, self.rows, self.buffers, self.queries, self.rotary, self.state_of, self.layout)
 
     def method(self, row: int) -> CompressionMethod:
         """The compression method of the request in ``row``."""
-        return self.methods[self.method_index_of(row)]
+        return self.methods[self.state_of(row).method]
 
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""

@@ -3,7 +3,7 @@
 The method selects tokens, the writer stores them in slots, and the draft row points to these slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, RequestState
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
@@ -137,7 +137,7 @@ class CompressedKVWriter:
     buffers: "KVBuffers"
     queries: "QueryWindows"
     rotary: "Rotary | None"
-    prompt_of: Callable[[int], Sequence[int]]
+    state_of: Callable[[int], RequestState]
     layout: KVLayout
 
     def compile_kernels(self, method: CompressionMethod, query_heads: int) -> None:
@@ -241,7 +241,7 @@ class CompressedKVWriter:
         if found is None:
             key = self.buffers.keys[0]
             found = key.new_empty(len(self.buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        prompt, seeds = self.prompt_of(row), None
+        prompt, seeds = self.state_of(row).prompt, None
         if method.packing.stochastic:
             seeds = token_seeds(prompt, len(source), source.device)
         return ContextKV(self.buffers, source, *found, self.rotary, prompt, seeds)
