@@ -48,7 +48,9 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     beside = plan(batch([200, 300]), states(2), 4, ToyCompressedKV(lacking=(1,)))
     assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, ToyCompressedKV(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
-    setup = RoundSetup(RoundPlanner(8, 8), ToyCompressedKV(lacking=(1,)), FullKVProvider(), can_get_queries=lambda row: False)
+    compressed_kv = ToyCompressedKV(lacking=(1,))
+    compressed_kv.queries = SimpleNamespace(can_record=lambda row: False)
+    setup = RoundSetup(RoundPlanner(8, 8), compressed_kv, FullKVProvider())
     assert setup.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
