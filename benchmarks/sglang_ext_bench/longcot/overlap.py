@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.scoring import group_attention, top_tokens
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, QuantizedKeys
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 from sglang_ext_bench.baselines.scorings import PredictedScoring, QuestScoring, RecentScoring, overlap
@@ -134,9 +134,9 @@ def select(scoring: Scoring, seen: ScoringInputs, count: int) -> torch.Tensor:
 def quantize_keys(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """Keys as a cache rank scores them that stores ``bits`` bits. Keys are [steps, 1, kv_heads, tokens, dim], equal in all steps."""
     steps, _, heads, tokens, dim = keys.shape
-    stored = scoring_keys(KeySpec(1, heads, dim, keys.dtype, bits), tokens)
-    stored.write(0, keys[0].transpose(1, 2))
-    return stored.read(0, torch.arange(tokens)).transpose(0, 1).expand(steps, 1, -1, -1, -1)
+    stored, places = QuantizedKeys(KeySpec(1, heads, dim, keys.dtype, bits), tokens), torch.arange(tokens)
+    stored.write(places, keys[0].transpose(1, 2))
+    return stored.read(0, places).transpose(0, 1).expand(steps, 1, -1, -1, -1)
 
 
 def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, float]]:
