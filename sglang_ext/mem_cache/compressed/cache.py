@@ -12,24 +12,21 @@ from collections import Counter
 from collections.abc import Callable, ItemsView
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import RequestState
+from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +52,14 @@ class CompressedKVCache:
     methods: tuple[CompressionMethod, ...]
     token_table: torch.Tensor
     rows: int
-    buffers: "KVBuffers"
+    buffers: KVBuffers
     allocator: object
     tree_cache: object
-    queries: "QueryWindows"
-    rotary: "Rotary | None" = None
+    queries: QueryWindows
+    rotary: Rotary | None = None
     state_of: Callable[[int], RequestState] = lambda row: RequestState("", row, 0)
     layout: KVLayout = PlainLayout()
-    async_selector: "AsyncSelector | None" = None
+    async_selector: AsyncSelector | None = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
     min_shared: int = 256
@@ -130,7 +127,7 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> "AsyncSelector | None":
+    def row_sender(self) -> AsyncSelector | None:
         """The selector whose processes may hold the full KV of requests and send rows of it; None if there is none."""
         return self.async_selector if self.async_selector is not None and self.async_selector.sends_rows else None
 
@@ -260,7 +257,7 @@ class CompressedKVCache:
             self.queries.forget(row)
         return True
 
-    def _resolve_selection(self, row: int, compressed: CompressedKV) -> "torch.Tensor | NewestRows | None":
+    def _resolve_selection(self, row: int, compressed: CompressedKV) -> torch.Tensor | NewestRows | None:
         """The ``kept`` of :meth:`CompressedKVWriter.write` for compressed KV with all slots that it reads."""
         method, wanted = self.method(row), (compressed.covered, compressed.own_tokens)
         if self.row_sender is None:

@@ -7,23 +7,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, RequestState
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
 from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 # Minimum of CompressionMethod.pack_after. Packed tokens stay as they are, so that packing few tokens at once costs little.
 PACK_AFTER = 128
@@ -134,9 +131,9 @@ class CompressedKVWriter:
 
     token_table: torch.Tensor
     rows: int
-    buffers: "KVBuffers"
-    queries: "QueryWindows"
-    rotary: "Rotary | None"
+    buffers: KVBuffers
+    queries: QueryWindows
+    rotary: Rotary | None
     state_of: Callable[[int], RequestState]
     layout: KVLayout
 
@@ -164,7 +161,7 @@ class CompressedKVWriter:
         num_filled: int,
         tokens: int,
         has_sinks: bool,
-        kept: "torch.Tensor | NewestRows | None" = None,
+        kept: torch.Tensor | NewestRows | None = None,
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, from token ``num_filled`` on, and to a new segment's slots.
 
@@ -247,7 +244,7 @@ class CompressedKVWriter:
         return ContextKV(self.buffers, source, *found, self.rotary, prompt, seeds)
 
 
-def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
+def initial_selection(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
     """First selection, of ``keep`` tokens per head, of a method whose layers select in the step: the newest of the ``covered`` tokens.
 
     None if it selects with recorded queries instead.

@@ -5,14 +5,12 @@ Rotary embedding is first removed from queries, and applied again for the next p
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from sglang_ext.core import OptionError
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Lower bound of the ridge, since a system of zeros has no solution; far below the square of any query.
 LEAST = 1e-12
@@ -24,7 +22,7 @@ class QueryPredictor(ABC):
     name: ClassVar[str]
     window: int
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
         """Predict the query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
 
         Args:
@@ -55,7 +53,7 @@ class CurrentQuery(QueryPredictor):
     name: ClassVar[str] = "current"
     window: int = 1
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
         """Rotate the newest query directly to the new position, in one rotation instead of two."""
         newest = queries[..., -1, :]
         return newest.float() if rotary is None else rotary.rotate_ahead(newest, ahead)
