@@ -222,10 +222,6 @@ class CacheRankClient(AsyncSelector):
         if row in self._requests:
             self._requests[row].pending.clear()
 
-    def flush_all(self) -> None:
-        for row in self._requests:
-            self.flush(row)
-
     def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
 
@@ -279,8 +275,8 @@ class CacheRankClient(AsyncSelector):
                 request.leases.close(request)
 
     def forget_all(self) -> None:
-        self.flush_all()
         for row in {*self._requests, *self._records, *self._last_due_step}:
+            self.flush(row)
             self.forget(row)
 
     def end(self) -> None:
