@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, ItemsView
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import RequestState
-from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
@@ -27,6 +27,9 @@ from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class CompressedKVCache:
     rotary: Rotary | None = None
     state_of: Callable[[int], RequestState] = lambda row: RequestState("", row, 0)
     layout: KVLayout = PlainLayout()
-    async_selector: AsyncSelector | None = None
+    async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
     frees_full_kv: bool = False
     min_shared: int = 256
@@ -127,7 +130,7 @@ class CompressedKVCache:
         return self.row_sender is not None and (self.row_sender.num_held_tokens(row) > 0 or self.can_lack_full_kv(row))
 
     @property
-    def row_sender(self) -> AsyncSelector | None:
+    def row_sender(self) -> "AsyncSelector | None":
         """The selector whose processes may hold the full KV of requests and send rows of it; None if there is none."""
         return self.async_selector if self.async_selector is not None and self.async_selector.sends_rows else None
 
