@@ -26,7 +26,8 @@ WRITTEN_TOKENS = 1 << 14
 class Packing(SlotLayout):
     """How one pool stores the compressed KV of one quantizer: the layouts of a block in key cells, and in value cells.
 
-    ``rotary`` is the model's rotary embedding; None unless the quantizer reads keys from before it.
+    Raises:
+        ValueError: The rotary embedding is missing.
     """
 
     quantizer: Quantizer
@@ -34,6 +35,10 @@ class Packing(SlotLayout):
     values: BlockLayout
     page_size: int
     rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        if self.keys.positions and self.rotary is None:
+            raise ValueError("blocks store keys as before rotary embedding, but no rotary embedding is given: pass the model's")
 
     @classmethod
     def for_pool(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int, rotary: Rotary | None = None) -> "Packing":
