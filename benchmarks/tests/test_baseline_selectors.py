@@ -41,7 +41,7 @@ def test_scorings_have_the_frame_of_predictions_and_select_within_a_context(scor
     lengths = torch.tensor([40, 23])
     scores = scoring.scores(given := seen(lengths=lengths))
     assert scores.shape == given.keys.shape[:-1] and scores.dtype == torch.float32
-    chosen = top_tokens(scores, 9, 1, 2, lengths)
+    chosen = given.select(scores, 9, 1, 2)
     for request, length in enumerate(lengths.tolist()):
         for head in chosen[request].flatten(0, 1).tolist():
             assert head == sorted({*head}) and {0, length - 2, length - 1} <= {*head} and head[-1] < length

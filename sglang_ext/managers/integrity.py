@@ -13,6 +13,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.request_states import output_end
 from sglang_ext.managers.spec_decode.round_setup import FullKVProvider
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
+from sglang_ext.mem_cache.prefix_cache.segments import free_slots
 
 
 def check_round(reqs: Sequence[Req], plan: RoundPlan, provider: FullKVProvider, compressed_kv: CompressedKVCache) -> None:
@@ -35,7 +36,7 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, compressed_kv: 
     exact = torch.cat([compressed_kv.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
     compressed_slots = compressed_kv.all_slots()
     page = compressed_kv.allocator.page_size
-    free, cached = compressed_kv.free_slots(), compressed_kv.tree_cache.cached_slots()
+    free, cached = free_slots(compressed_kv.allocator), compressed_kv.tree_cache.cached_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
     _unique(written, "a forward writes", "two tokens of it")
     _unique(compressed_slots, "compressed KV holds", "the compressed KV of another request")

@@ -16,7 +16,7 @@ from sglang_ext.layers.forward import attention_scaling, first_attention_layer, 
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.key_derived_data import KeyDerivedData, PageExtremes, SlotCodes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout, PlainLayout, PlainSlots
+from sglang_ext.mem_cache.compressed.layouts.base import ExchangedRowLayout, KVLayout, PlainLayout, PlainSlots, RowCountLayout
 from sglang_ext.mem_cache.compressed.rotary import Rotary, find_rotary
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor
@@ -182,7 +182,8 @@ def copy_methods(args: KVServerArgs, methods: tuple[MethodSpec, ...], page_size:
     """Compression methods that create compressed KV of this layout in a pool with this page size."""
     plain, made = PlainSlots(page_size), []
     for offer, each in zip(offered_methods(args), methods, strict=True):
-        packing, quant_method = layout.slot_layout(each, plain), offer.quant_method or ""
+        is_plain = not isinstance(layout, RowCountLayout) or (each.quantizer is None and not each.compressor.points)
+        packing, quant_method = plain if is_plain else layout.layout, offer.quant_method or ""
         made.append(CompressionMethod(each.compressor, offer.budget, packing, offer.name, quant_method, offer.suffix, args.kv_sparse_from))
     return tuple(made)
 

@@ -155,9 +155,7 @@ class KVWorker(BaseSpecWorker):
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=self.methods.rotary,
-            method_index_of=lambda row: self.requests.get(row).method,
-            prompt_of=lambda row: self.requests.get(row).prompt,
-            namespace_of=lambda row: self.requests.get(row).namespace,
+            state_of=self.requests.get,
             layout=self.layout,
             async_selector=create_selector(self, methods[0]),
             # Also called between requests, when nothing else updates the metrics.

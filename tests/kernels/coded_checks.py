@@ -17,7 +17,7 @@ def coded(buffers, bits):
     """The keys of all slots, as PyTorch codes them; on the host."""
     slots, heads, dim = buffers.keys[0].shape
     held = QuantizedKeys(KeySpec(len(buffers.keys), heads, dim, buffers.keys[0].dtype, bits), slots)
-    held.write(0, torch.stack(buffers.keys))
+    held.write(torch.arange(slots), torch.stack(buffers.keys))
     return held
 
 

@@ -12,6 +12,7 @@ import torch
 from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, ScriptedRank, attach, pool
 from rank_socket import RankSocket, serve
 
+from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
@@ -27,7 +28,7 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.queries import QueryWindows, RecordedRows
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
-from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, QuantizedKeys
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery
 from sglang_ext.mem_cache.selection.scoring import mark_always
 
@@ -133,8 +134,8 @@ class RankWorld:
         # Of rows whose requests begin alike.
         self.prompts, self.namespaces = {}, {}
         self.compressed_kv = SimpleNamespace(
-            get=self.copies.get, num_compressions=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
-            namespace_of=lambda row: self.namespaces.get(row, ""), write_selection=self._write_selection,
+            get=self.copies.get, num_compressions=Counter(), write_selection=self._write_selection,
+            state_of=lambda row: RequestState("", row, 0, prompt=self.prompts.get(row, ()), namespace=self.namespaces.get(row, "")),
         )  # fmt: skip
 
     def _send(self, message, link, send):
@@ -283,8 +284,8 @@ class RankWorld:
     def score_in_bits(self, bits):
         """Let :meth:`scores` be by what codes of so many bits mean, as a rank holds them."""
         keys = self.on_host.keys
-        held, places = scoring_keys(KeySpec(LAYERS, HEADS, DIM, keys[0].dtype, bits), len(keys[0])), torch.arange(len(keys[0]))
-        held.write(0, torch.stack(keys))
+        held, places = QuantizedKeys(KeySpec(LAYERS, HEADS, DIM, keys[0].dtype, bits), len(keys[0])), torch.arange(len(keys[0]))
+        held.write(places, torch.stack(keys))
         self.on_host = replace(self.on_host, keys=tuple(held.read(layer, places) for layer in range(LAYERS)))
 
     def chosen(self, row, end, begun):

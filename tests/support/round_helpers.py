@@ -30,6 +30,7 @@ class ToyCompressedKV:
     """
 
     recent, share, each_round, async_selector, row_sender = 0, 0.25, False, None, None
+    queries = SimpleNamespace(can_record=lambda row: True)
 
     def __init__(self, full: Collection[int] = (), lacking: Collection[int] = ()) -> None:
         self.full, self.lacking = full, lacking

@@ -109,7 +109,7 @@ class GreedyAnswer:
             before = replace(own, queries=queries[..., :-1, :], positions=positions[:, :-1])
             count = int(share * len(self.prompt))
             scores = TrueQueryScoring().scores(own), scoring.scores(before)
-            true, selected = (top_tokens(each, count, 0, 0, lengths) for each in scores)
+            true, selected = (own.select(each, count) for each in scores)
             found.append(float(overlap(true, selected, keys.shape[1]).mean()))
         return fmean(found)
 

@@ -1,12 +1,14 @@
 """The interface of scores by which tokens are selected for one step, for several contexts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.scoring import top_tokens
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,22 @@ class ScoringInputs:
     rotary: Rotary | None = None
     lengths: torch.Tensor | None = None
 
-    @property
-    def beyond(self) -> torch.Tensor | None:
-        """Mask of the places of ``keys`` without a token: bool [requests, 1, 1, tokens]; None if all have one."""
+    def score(self, query: torch.Tensor, scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Call ``scores`` with the query, [requests, layers, query_heads, dim], and the keys of each context. Places without a token score 0."""
         if self.lengths is None:
-            return None
-        return (torch.arange(self.keys.shape[-2], device=self.keys.device) >= self.lengths[:, None])[:, None, None]
+            return scores(query, self.keys)
+        tokens, found = self.keys.shape[-2], []
+        for i, length in enumerate(self.lengths.tolist()):
+            own = scores(query[i, None], self.keys[i, None, :, :, :length])
+            found.append(torch.nn.functional.pad(own, (0, tokens - length)))
+        return torch.cat(found)
+
+    def select(self, scores: torch.Tensor, count: int, sinks: int = 0, newest: int = 0) -> torch.Tensor:
+        """The tokens of each context that :func:`top_tokens` selects by ``scores``: int64 [requests, layers, kv_heads, count]."""
+        if self.lengths is None:
+            return top_tokens(scores, count, sinks, newest)
+        own = (scores[i, None, ..., :length] for i, length in enumerate(self.lengths.tolist()))
+        return torch.cat([top_tokens(each, count, sinks, newest) for each in own])
 
 
 class Scoring(ABC):

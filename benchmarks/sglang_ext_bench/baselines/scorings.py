@@ -27,7 +27,7 @@ class PredictedScoring(Scoring):
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """Mean attention over the query heads of a KV head."""
         predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
-        return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
+        return seen.score(predicted, lambda query, keys: group_attention(query, keys, seen.scaling))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class QuestScoring(Scoring):
 
     def scores(self, seen: ScoringInputs) -> torch.Tensor:
         """The bounds of the pages."""
-        return page_scores(seen.queries[..., -1, :], seen.keys, self.page, seen.beyond)
+        return seen.score(seen.queries[..., -1, :], lambda query, keys: page_scores(query, keys, self.page))
 
 
 @dataclass(frozen=True)

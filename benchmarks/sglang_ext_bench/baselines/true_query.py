@@ -16,7 +16,7 @@ from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 
 def newest_attention(seen: ScoringInputs) -> torch.Tensor:
     """Attention of the newest query, unpredicted: float32 [requests, layers, kv_heads, tokens]."""
-    return group_attention(seen.queries[..., -1, :], seen.keys, seen.scaling, seen.beyond)
+    return seen.score(seen.queries[..., -1, :], lambda query, keys: group_attention(query, keys, seen.scaling))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.predictors import CurrentQuery, RegressedQuery
 from sglang_ext.mem_cache.selection.scoring import group_attention, top_tokens
-from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import SCORE_BITS, KeySpec, QuantizedKeys
 from sglang_ext.tools import CommandError
 from sglang_ext_bench.baselines.scoring_inputs import Scoring, ScoringInputs
 from sglang_ext_bench.baselines.scorings import PredictedScoring, QuestScoring, RecentScoring, overlap
@@ -69,7 +69,7 @@ class Unshifted(Scoring):
         plain = seen.rotary.rotate(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
         regressed = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
         query = seen.rotary.rotate(regressed, positions[:, None, None, -1:]).squeeze(-2)
-        return group_attention(query, seen.keys, seen.scaling, seen.beyond)
+        return seen.score(query, lambda own, keys: group_attention(own, keys, seen.scaling))
 
 
 class QueryRecorder:
@@ -121,22 +121,22 @@ def select(scoring: Scoring, seen: ScoringInputs, count: int) -> torch.Tensor:
     """Positions that each step selects: int64 [steps, layers, kv_heads, count]."""
     scores = scoring.scores(seen if scoring.synchronous else without_own_query(seen))
     if not isinstance(scoring, TovaScoring):
-        return top_tokens(scores, count, 0, 0, seen.lengths)
+        return seen.select(scores, count)
     # With TOVA, tokens that are not selected are lost for all later steps.
     alive, steps = torch.ones_like(scores[:1], dtype=torch.bool), []
-    for step in range(len(scores)):
-        steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0), count, 0, 0, seen.lengths[step, None]))
+    for step, length in enumerate(seen.lengths.tolist()):
+        steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0)[..., :length], count, 0, 0))
         # Tokens that are not selected are dropped. Newer tokens are still there.
-        alive = (torch.arange(scores.shape[-1]) >= seen.lengths[step]).expand_as(alive).scatter(-1, steps[-1], True)
+        alive = (torch.arange(scores.shape[-1]) >= length).expand_as(alive).scatter(-1, steps[-1], True)
     return torch.cat(steps)
 
 
 def quantize_keys(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """Keys as a cache rank scores them that stores ``bits`` bits. Keys are [steps, 1, kv_heads, tokens, dim], equal in all steps."""
     steps, _, heads, tokens, dim = keys.shape
-    stored = scoring_keys(KeySpec(1, heads, dim, keys.dtype, bits), tokens)
-    stored.write(0, keys[0].transpose(1, 2))
-    return stored.read(0, torch.arange(tokens)).transpose(0, 1).expand(steps, 1, -1, -1, -1)
+    stored, places = QuantizedKeys(KeySpec(1, heads, dim, keys.dtype, bits), tokens), torch.arange(tokens)
+    stored.write(places, keys[0].transpose(1, 2))
+    return stored.read(0, places).transpose(0, 1).expand(steps, 1, -1, -1, -1)
 
 
 def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, float]]:
@@ -146,7 +146,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
     """
     tokens = seen.keys.shape[-2]
     count = int(share * tokens)
-    true = top_tokens(TrueQueryScoring().scores(seen), count, 0, 0, seen.lengths)
+    true = seen.select(TrueQueryScoring().scores(seen), count)
     ways = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), QuestScoring(), TovaScoring(), RecentScoring())}
     ways |= {f"{each.name}, unrotated": (each, replace(seen, rotary=None)) for each in PREDICTED}
     for bits in SCORE_BITS[1:]:
@@ -156,7 +156,7 @@ def measure_layer(seen: ScoringInputs, share: float) -> Iterator[tuple[str, floa
     for distance in DISTANCES:
         old = seen.queries[..., -1 - distance, :]
         for name, query in (("distance", seen.rotary.rotate(old, torch.full((1,), distance))), ("distance, unrotated", old)):
-            selected = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
+            selected = seen.select(seen.score(query, lambda own, keys: group_attention(own, keys, seen.scaling)), count)
             yield f"{name} {distance}", float(overlap(true, selected, tokens).mean())
 
 

@@ -320,7 +320,7 @@ def point_at_best_pages(
     selection has ended must keep this tensor until then, because the selection uses its memory.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
-    extremes, padded = begins.page_bounds[layer], triton.next_power_of_2(dim)
+    extremes, padded = begins.extremes.held[layer], triton.next_power_of_2(dim)
     most, at_once = triton.cdiv(token_table.shape[1], page), max(1, cut.step_bytes // (2 * padded * extremes.itemsize))
     parts = min(triton.cdiv(most, at_once), max(1, cut.programs // (heads * requests)))
     width = _width(most)

@@ -183,10 +183,10 @@ class CacheRankClient(AsyncSelector):
         leases = max(self._current_leases(), key=lambda each: (each.free_lanes > 0, each.free_blocks), default=None)
         if leases is None:
             raise RankUnavailable(self.links[0].down_reason)
-        request, namespace = leases.open(), compressed_kv.namespace_of(row)
+        request, namespace = leases.open(), compressed_kv.state_of(row).namespace
         if namespace is not None:
             # Hashing a long prompt takes time, so it is done only after a rank has granted a lane.
-            request.names = block_hashes(namespace, compressed_kv.prompt_of(row))
+            request.names = block_hashes(namespace, compressed_kv.state_of(row).prompt)
         self._requests[row] = request
         return request
 
@@ -221,10 +221,6 @@ class CacheRankClient(AsyncSelector):
     def flush(self, row: int) -> None:
         if row in self._requests:
             self._requests[row].pending.clear()
-
-    def flush_all(self) -> None:
-        for row in self._requests:
-            self.flush(row)
 
     def on_compressed(self, row: int, covered: int, kept: torch.Tensor) -> None:
         self._records[row] = RowRecord(kept.int().contiguous(), covered)
@@ -279,8 +275,8 @@ class CacheRankClient(AsyncSelector):
                 request.leases.close(request)
 
     def forget_all(self) -> None:
-        self.flush_all()
         for row in {*self._requests, *self._records, *self._last_due_step}:
+            self.flush(row)
             self.forget(row)
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchange
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, KeyPiece, Lease, StagedTokens
 from sglang_ext.managers.kv_transfer.wire import WireError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.scoring_keys import ExactKeys, KeyQuantizer, KeySpec, QuantizedKeys, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import EXACT, KeyQuantizer, KeySpec, QuantizedKeys
 
 
 class KeyStore:
@@ -29,17 +29,13 @@ class KeyStore:
         if len(scaling) != shape.layers:
             raise WireError(f"{len(scaling)} scaling factors for {shape.layers} layers: both sides must be of one version")
         sizes, tokens = KeySpec(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), attach.bits), self.blocks * BLOCK
-        self._scored = scoring_keys(sizes, tokens, device)
-        exact = self._scored
-        if shape.rows and isinstance(exact, QuantizedKeys):
-            exact = ExactKeys(sizes, tokens, device)
+        codes = None if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
         # None if only codes are stored: keys are then quantized from one block.
-        self._exact = exact.keys if isinstance(exact, ExactKeys) else None
-        self._values = ExactKeys(sizes, tokens, device).keys if shape.rows else None
+        self._exact = sizes.empty(tokens, device) if codes is None or shape.rows else None
+        self._values = sizes.empty(tokens, device) if shape.rows else None
         if self._exact is None:
-            self._block = torch.empty(shape.layers, BLOCK, shape.kv_heads, shape.dim, dtype=sizes.dtype, device=device)
+            self._block = sizes.empty(BLOCK, device)
         keys, layers = (self._block if self._exact is None else self._exact).unbind(), tuple(range(len(scaling)))
-        codes = self._scored if isinstance(self._scored, QuantizedKeys) else None
         self._coder = None if codes is None else KeyQuantizer(keys, codes)
         self._device, self._first = device, torch.arange(BLOCK, device=device)
         self._leased: dict[int, list[int]] = {}
@@ -92,7 +88,10 @@ class KeyStore:
 
     def clear(self, tokens: int) -> None:
         """Set the first ``tokens`` slots to zero."""
-        self._scored.clear(tokens)
+        if self.buffers.codes is not None:
+            self.buffers.codes.clear(tokens)
+        else:
+            self._exact[:, :tokens].zero_()
 
 
 def split_by_block(pulls: Sequence[StagedTokens]) -> Iterator[list[StagedTokens]]:

@@ -187,9 +187,9 @@ class StepwiseClient(CacheRankClient):
         self._wait_for_launched()
         super().flush(row)
 
-    def flush_all(self) -> None:
+    def forget_all(self) -> None:
         self._wait_for_launched()
-        super().flush_all()
+        super().forget_all()
 
     def _launch_keys(self, request: RankRequest, slots: torch.Tensor) -> None:
         """See :meth:`CacheRankClient._launch_keys`. Runs on the second stream."""

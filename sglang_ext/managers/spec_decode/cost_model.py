@@ -137,18 +137,6 @@ class ForwardTimeModel:
     # Before the first measurement any value above 0 works, because only ratios of predictions are used.
     per_byte: float = 1.0
 
-    @classmethod
-    def fitted(cls, sizes: np.ndarray, seconds: np.ndarray) -> "ForwardTimeModel":
-        """The base model with the smallest squared relative errors. If the sizes, in bytes, hardly differ, the fixed time is 0."""
-        from scipy.optimize import nnls
-
-        # Scale both columns to the order of the times: the solver would ignore a much smaller one.
-        scale = sizes.mean()
-        rows = np.stack([1 / seconds, sizes / scale / seconds], axis=1)
-        rows = np.vstack([rows, [np.sqrt(NO_FIXED_TIME * len(sizes)) / seconds.mean(), 0.0]])
-        found, _ = nnls(rows, np.append(np.ones(len(sizes)), 0.0))
-        return cls(float(found[0]), float(found[1]) / scale)
-
     def seconds(self, size: float | np.ndarray) -> float | np.ndarray:
         """Seconds of a forward that reads ``size`` bytes."""
         return self.fixed + self.per_byte * size
@@ -169,8 +157,16 @@ class MeasuredTimes:
         return *columns, np.array([len(cell) for cell in self.cells.values()])
 
     def fit(self) -> ForwardTimeModel:
-        """Fit the base model to the median samples."""
-        return ForwardTimeModel.fitted(*self._medians[1:3])
+        """Fit the base model to the median samples: least squared relative errors. If their sizes hardly differ, the fixed time is 0."""
+        from scipy.optimize import nnls
+
+        _, sizes, seconds, _ = self._medians
+        # Scale both columns to the order of the times: the solver would ignore a much smaller one.
+        scale = sizes.mean()
+        rows = np.stack([1 / seconds, sizes / scale / seconds], axis=1)
+        rows = np.vstack([rows, [np.sqrt(NO_FIXED_TIME * len(sizes)) / seconds.mean(), 0.0]])
+        found, _ = nnls(rows, np.append(np.ones(len(sizes)), 0.0))
+        return ForwardTimeModel(float(found[0]), float(found[1]) / scale)
 
     def observe(self, sample: TimeSample) -> None:
         """Record a measured time."""

@@ -238,5 +238,4 @@ def create_decode_loop(worker: Worker, provider: FullKVProvider) -> DecodeLoop:
         observers=[report.on_round_timed] if provider.policy is None else [provider.policy.observe, report.on_round_timed],
     )
     verifier = Verifier(worker, steps, worker.graphs, SimulatedAcceptance.of(args.kv_bench_acceptance, device))
-    setup = RoundSetup(planner, compressed_kv, provider, worker.queries.can_record)
-    return DecodeLoop(worker, round_timer, steps, verifier, setup, report)
+    return DecodeLoop(worker, round_timer, steps, verifier, RoundSetup(planner, compressed_kv, provider), report)

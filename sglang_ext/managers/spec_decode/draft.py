@@ -26,7 +26,7 @@ from sglang_ext.managers.spec_decode.planner import RoundPlan
 from sglang_ext.managers.spec_decode.round_result import KVDraftInput, OutputTokens, PendingDrafts
 from sglang_ext.managers.spec_decode.sampling import LogitRow, RowSampler, SampledTokens, SamplerCache, grammar_walks, sampling_batch
 from sglang_ext.mem_cache.compressed.policy import observe_step, rows_to_record
-from sglang_ext.mem_cache.compressed.queries import LayerObserver, RecordedRows
+from sglang_ext.mem_cache.compressed.queries import RecordedRows
 
 
 class StepRunner:
@@ -35,7 +35,7 @@ class StepRunner:
     def __init__(self, worker: Worker):
         self.worker = worker
         self.table = worker.compressed_kv.token_table
-        self._sampler_cache = SamplerCache(worker.model_runner)
+        self.samplers = SamplerCache(worker.model_runner)
 
     def slots(self, batch: ScheduleBatch, width: int, starts: torch.Tensor) -> torch.Tensor:
         """Slots of ``width`` tokens per request from positions ``starts``, int64 [requests], on."""
@@ -59,23 +59,11 @@ class StepRunner:
         """Run one forward. ``on_full_kv``: no row begins with compressed KV."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.select(inputs.counts, on_full_kv))
 
-    def verify_sampler(self, batch: ScheduleBatch, plan: RoundPlan, requests: list[int], width: int, walks: dict[int, GrammarWalk]) -> RowSampler:
-        """The sampler of ``width`` rows of output tokens for each of some requests. ``walks``: their grammars, along the drafts."""
-
-        def rows() -> list[LogitRow]:
-            return [LogitRow.from_state(i, plan.states[i], walks.get(i), j) for i in requests for j in range(width)]
-
-        return self._sampler_cache.get(batch, plan.states, tuple(requests), width, batch.return_logprob, rows)
-
     def _step_sampler(self, batch: ScheduleBatch, plan: RoundPlan) -> RowSampler:
         """The sampler of a round's steps. Grammars mask output tokens, not drafts."""
-
-        def rows() -> list[LogitRow]:
-            walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, plan.full_kv_reqs)
-            return [LogitRow.from_state(i, state, walks.get(i)) for i, state in enumerate(plan.states)]
-
+        walks = grammar_walks(self.worker.requests.unprocessed_tokens, batch, plan, plan.full_kv_reqs)
         logprobs = bool(plan.full_kv_reqs) and batch.return_logprob
-        return self._sampler_cache.get(batch, plan.states, tuple(range(len(plan.states))), 1, logprobs, rows)
+        return self.samplers.get(batch, plan.states, range(len(plan.states)), 1, walks, logprobs)
 
     def run(
         self,
@@ -111,12 +99,12 @@ class StepRunner:
                 counts=[1] * len(plan.rows),
             )
             ends, following = {plan.states[i].row: plan.starts[i] + index + 1 for i in selecting}, plan.num_steps - index - 1
-            watch = self._observe_step(ends, following)
+            observer = observe_step(self.worker.compressed_kv, ends, None if self.worker.lossy else following)
             recorded = self._recorded_queries(plan, index, selecting)
             on_full_kv = plan.on_full_kv and not self._needs_queries(recorded)
             if self.worker.queries.has_step_queries and not on_full_kv:
                 self.worker.queries.set_targets(recorded)
-            with self.worker.queries.recording(recorded, watch):
+            with self.worker.queries.recording(recorded, observer):
                 output = self.forward(batch, inputs, on_full_kv)
             self._select_tokens(ends, following, plan.selection_interval)
             if penalized is not None:
@@ -127,13 +115,6 @@ class StepRunner:
             if index == 0 and plan.num_steps > 1:
                 on_first_step()
         return step_outputs
-
-    def _observe_step(self, ends: dict[int, int], following: int) -> LayerObserver | None:
-        """The observer of a step's layers, which selects their tokens. Arguments as for :meth:`_select_tokens`."""
-        compressed_kv = self.worker.compressed_kv
-        if not ends and compressed_kv.async_selector is None:
-            return None
-        return observe_step(compressed_kv, ends, None if self.worker.lossy else following)
 
     def _needs_queries(self, recorded: tuple[RecordedRows, ...]) -> bool:
         """Whether a step over the full KV must record queries: in lossy mode nothing else does before the first compression."""
@@ -226,7 +207,8 @@ class Verifier:
         if penalized is not None:
             penalized.penalize_verify(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
-        sampled = self.steps.verify_sampler(batch, plan, requests, width, walks).draw(output.next_token_logits, positions)
+        sampler = self.steps.samplers.get(batch, plan.states, requests, width, walks, batch.return_logprob)
+        sampled = sampler.draw(output.next_token_logits, positions)
         target_tokens = sampled.tokens.view(len(requests), width)
         # Tokens after the output's end have no slots. The grammar does not mask rows after a refused or final draft.
         max_accepted = [min(count, max(0, plan.remaining[i] - 1)) for i, count in zip(requests, num_drafts)]

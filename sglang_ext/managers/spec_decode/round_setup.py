@@ -7,7 +7,7 @@
 5. ``RoundPlanner.verify`` completes the plan.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,12 +107,11 @@ class FullKVProvider:
 
 @dataclass(frozen=True)
 class RoundSetup:
-    """Sets up the rounds of one worker. ``can_get_queries``: whether queries of the request in a row would be recorded, to compress it."""
+    """Sets up the rounds of one worker."""
 
     planner: RoundPlanner
     compressed_kv: CompressedKVCache
     provider: FullKVProvider
-    can_get_queries: Callable[[int], bool] = lambda row: True
 
     def plan(
         self,
@@ -146,7 +145,7 @@ class RoundSetup:
             is_checked_token_by_token=_is_checked_token_by_token(req, state),
             is_short=self.compressed_kv.get(row) is None and length < self.compressed_kv.method(row).min_context,
             has_compressed=self.compressed_kv.get(row) is not None,
-            can_get_queries=self.can_get_queries(row),
+            can_get_queries=self.compressed_kv.queries.can_record(row),
             is_early=is_early,
             has_arrived=state.is_early or not is_early or provider.has_arrived(row),
             is_offloaded=provider.is_offloaded(row),

@@ -9,7 +9,7 @@ so that the output of a request does not depend on the other requests.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -161,7 +161,6 @@ class RowSampler:
 
     model_runner: ModelRunner
     groups: tuple[SamplingGroup, ...]
-    count: int
     logprobs: bool
 
     @classmethod
@@ -176,21 +175,30 @@ class RowSampler:
             picked = [rows[i] for i in indices]
             places = None if len(routes) == 1 else to_device(indices, device)
             groups.append(SamplingGroup(indices, places, sampling_batch(batch, picked, device, logprobs)))
-        return cls(model_runner, tuple(groups), len(rows), logprobs)
+        return cls(model_runner, tuple(groups), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> SampledTokens:
         """Sample from ``logits``, float [rows, vocabulary], and overwrite them. ``positions``, int64 [rows], of the inputs select the noise."""
         if len(self.groups) == 1 and not self.logprobs:
             return SampledTokens(self._draw(self.groups[0], logits, positions)[0])
-        empty = (torch.empty(0), [])
+        count, empty = len(positions), (torch.empty(0), [])
         out = SampledTokens(
-            tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
-            logprobs=torch.empty(self.count, device=logits.device) if self.logprobs else None,
-            top_logprobs=[empty] * self.count,
-            requested_logprobs=[empty] * self.count,
+            tokens=torch.empty(count, dtype=torch.int64, device=logits.device),
+            logprobs=torch.empty(count, device=logits.device) if self.logprobs else None,
+            top_logprobs=[empty] * count,
+            requested_logprobs=[empty] * count,
         )
         for group in self.groups:
-            _collect(out, group, *self._draw(group, logits, positions))
+            places = slice(None) if group.places is None else group.places
+            out.tokens[places], output = self._draw(group, logits, positions)
+            if not self.logprobs:
+                continue
+            out.logprobs[places] = output.next_token_logprobs
+            for k, row in enumerate(group.rows):
+                if output.next_token_top_logprobs_val is not None:
+                    out.top_logprobs[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
+                if output.next_token_token_ids_logprobs_val is not None:
+                    out.requested_logprobs[row] = (output.next_token_token_ids_logprobs_val[k], output.next_token_token_ids_logprobs_idx[k])
         return out
 
     def _draw(self, group: SamplingGroup, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
@@ -223,19 +231,6 @@ def _draw_with_finite_noise(logprobs: torch.Tensor, seed: torch.Tensor, position
     return noise.add_(logprobs).argmax(1, keepdim=True)
 
 
-def _collect(out: SampledTokens, group: SamplingGroup, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:
-    places = slice(None) if group.places is None else group.places
-    out.tokens[places] = tokens
-    if out.logprobs is None:
-        return
-    out.logprobs[places] = output.next_token_logprobs
-    for k, row in enumerate(group.rows):
-        if output.next_token_top_logprobs_val is not None:
-            out.top_logprobs[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
-        if output.next_token_token_ids_logprobs_val is not None:
-            out.requested_logprobs[row] = (output.next_token_token_ids_logprobs_val[k], output.next_token_token_ids_logprobs_idx[k])
-
-
 class SamplerCache:
     """Keeps at most ``most`` samplers while the same requests run: creating one takes a dozen operations on the device."""
 
@@ -246,20 +241,25 @@ class SamplerCache:
         self._kept: dict[tuple[tuple[int, ...], int, bool], RowSampler] = {}
 
     def get(
-        self, batch: ScheduleBatch, states: list, requests: tuple[int, ...], width: int, logprobs: bool, rows: Callable[[], list[LogitRow]]
+        self, batch: ScheduleBatch, states: list[RequestState], requests: Sequence[int], width: int, walks: dict[int, GrammarWalk], logprobs: bool
     ) -> RowSampler:
-        """The sampler of ``width`` rows of each of the ``requests``. ``rows`` makes the rows if a sampler is created."""
+        """The sampler of ``width`` rows of each of the ``requests``, after 0, 1, ... drafts. ``walks``: the grammars that mask rows."""
+
+        def create() -> RowSampler:
+            rows = [LogitRow.from_state(i, states[i], walks.get(i), j) for i in requests for j in range(width)]
+            return RowSampler.from_rows(self.model_runner, batch, rows, logprobs)
+
         info = batch.sampling_info
         # Do not keep samplers that are as large as the logits, or depend on the output.
         if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
-            return RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
+            return create()
         # A retracted request returns with another state, and other noise.
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
             self._owners, self._kept = owners, {}
-        key = requests, width, logprobs
+        key = tuple(requests), width, logprobs
         if key not in self._kept:
             if len(self._kept) >= self.most:
                 self._kept.clear()
-            self._kept[key] = RowSampler.from_rows(self.model_runner, batch, rows(), logprobs)
+            self._kept[key] = create()
         return self._kept[key]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream, to_device
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -53,8 +54,7 @@ class CompressedKVSource(Protocol):
     """The compressed KV of requests, as selectors use it. Members as :class:`~.cache.CompressedKVCache`'s."""
 
     num_compressions: Counter[str]
-    namespace_of: Callable[[int], str | None]
-    prompt_of: Callable[[int], Sequence[int]]
+    state_of: Callable[[int], RequestState]
 
     def get(self, row: int) -> CompressedKV | None: ...
 
@@ -103,10 +103,6 @@ class AsyncSelector(ABC):
     def flush(self, row: int) -> None:
         """Make the current stream wait for all work launched for the request in ``row``, before its compressed KV gets other slots or is freed."""
 
-    @abstractmethod
-    def flush_all(self) -> None:
-        """Call :meth:`flush` for all requests."""
-
     def poll(self) -> None:
         """Poll the selecting processes: read their messages, and restart those that ended. Does not wait."""
 
@@ -151,9 +147,9 @@ class AsyncSelector(ABC):
     def forget(self, row: int) -> None:
         """Forget the request in ``row``, which has ended. Its compressed KV was flushed."""
 
+    @abstractmethod
     def forget_all(self) -> None:
-        """Forget all requests."""
-        self.flush_all()
+        """Call :meth:`flush` and :meth:`forget` for all requests."""
 
 
 def compile_lengths(method: CompressionMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int) -> None:
@@ -227,7 +223,7 @@ class StreamSelector(AsyncSelector):
         """Wait as :meth:`AsyncSelector.flush`, since the selection writes to back slots."""
         self._side.wait(self._in_progress.pop(row, None))
 
-    def flush_all(self) -> None:
+    def forget_all(self) -> None:
         for row in list(self._in_progress):
             self.flush(row)
 

@@ -9,26 +9,27 @@ therefore serves requests on full KV and on compressed KV.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, ItemsView, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, ItemsView
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.compression_method import CompressedKVWriter, CompressionMethod, initial_selection
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, PlainLayout
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressors.compressor import ScoresError
 from sglang_ext.mem_cache.prefix_cache.nodes import SharedPrefix
-from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment, free_slots
+from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.async_selector import AsyncSelector
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ class CompressedKVCache:
         token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
         tree_cache: SGLang's radix cache, which evicts when slots run out.
         rotary: The model's rotary embedding; None if no method needs it.
-        method_index_of: Index in :attr:`methods` of the method of the request in a row.
-        prompt_of: Prompt token ids of the request in a row.
-        namespace_of: Adapter or salt of the request in a row (``extra_key``), on which its KV also depends; None if token ids do not identify its KV.
+        state_of: Returns the state of the request in a row.
         async_selector: Selects tokens while steps run, on a second stream or in other processes; None if methods select between steps.
         on_processes_changed: Called when selecting processes started or ended.
         frees_full_kv: Whether full KV is freed where compressed KV holds all of it (quantized_only.py).
@@ -56,14 +55,12 @@ class CompressedKVCache:
     methods: tuple[CompressionMethod, ...]
     token_table: torch.Tensor
     rows: int
-    buffers: "KVBuffers"
+    buffers: KVBuffers
     allocator: object
     tree_cache: object
-    queries: "QueryWindows"
-    rotary: "Rotary | None" = None
-    method_index_of: Callable[[int], int] = lambda row: 0
-    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
-    namespace_of: Callable[[int], str | None] = lambda row: ""
+    queries: QueryWindows
+    rotary: Rotary | None = None
+    state_of: Callable[[int], RequestState] = lambda row: RequestState("", row, 0)
     layout: KVLayout = PlainLayout()
     async_selector: "AsyncSelector | None" = None
     on_processes_changed: Callable[[], None] = lambda: None
@@ -75,11 +72,11 @@ class CompressedKVCache:
 
     @cached_property
     def _writer(self) -> CompressedKVWriter:
-        return CompressedKVWriter(self.token_table, self.rows, self.buffers, self.queries, self.rotary, self.prompt_of, self.layout)
+        return CompressedKVWriter(self.token_table, self.rows, self.buffers, self.queries, self.rotary, self.state_of, self.layout)
 
     def method(self, row: int) -> CompressionMethod:
         """The compression method of the request in ``row``."""
-        return self.methods[self.method_index_of(row)]
+        return self.methods[self.state_of(row).method]
 
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""
@@ -159,10 +156,6 @@ class CompressedKVCache:
         """Slots that compressed KV owns: int64 [owned_slot_count]."""
         return torch.cat([self.token_table.new_empty(0, dtype=torch.int64), *(compressed.owned_slots for compressed in self._by_row.values())])
 
-    def free_slots(self) -> torch.Tensor:
-        """Slots that SGLang's allocator could allocate: int64 [free]."""
-        return free_slots(self.allocator)
-
     def held_bytes(self) -> int:
         """Bytes of all compressed KV, over all layers. Shared segments count once."""
         return self.buffers.bytes_per_slot * (self.owned_slot_count + self.tree_cache.segments.held_tokens)
@@ -203,10 +196,7 @@ class CompressedKVCache:
         old = self._by_row.get(row)
         if old is not None:
             self._flush_selection(row)
-            grown = CompressedKV(
-                old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, back_slots=old.back_slots, refresh_after=refresh_after
-            )
-            return self._resize(row, grown, headroom, None, tokens)
+            return self._resize(row, replace(old, covered=covered, tail_end=0, refresh_after=refresh_after), headroom, None, tokens)
         prefix = prefix if self.layout.shareable else None
         segments = []
         if prefix is not None:
@@ -270,7 +260,7 @@ class CompressedKVCache:
             self.queries.forget(row)
         return True
 
-    def _resolve_selection(self, row: int, compressed: CompressedKV) -> "torch.Tensor | NewestRows | None":
+    def _resolve_selection(self, row: int, compressed: CompressedKV) -> torch.Tensor | NewestRows | None:
         """The ``kept`` of :meth:`CompressedKVWriter.write` for compressed KV with all slots that it reads."""
         method, wanted = self.method(row), (compressed.covered, compressed.own_tokens)
         if self.row_sender is None:

@@ -3,30 +3,26 @@
 The method selects tokens, the writer stores them in slots, and the draft row points to these slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, RequestState
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.base import KVLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import token_seeds
+from sglang_ext.mem_cache.compressed.queries import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.compressors.compressor import ScoresError, as_scores_error
 from sglang_ext.mem_cache.compressors.registry import COMPRESSORS, USER_METHODS
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV, Segment
 
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressed.queries import QueryWindows
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
-    from sglang_ext.mem_cache.compressed.row_exchange import NewestRows
-
-# Minimum tokens that compressed KV packs at once if it packs all tokens and full KV is freed then: at least two blocks. Packed
-# tokens stay as they are, so that this costs little.
+# Minimum of CompressionMethod.pack_after. Packed tokens stay as they are, so that packing few tokens at once costs little.
 PACK_AFTER = 128
 
 
@@ -72,7 +68,7 @@ class CompressionMethod:
 
     @property
     def pack_after(self) -> int:
-        """Tokens packed at once if all tokens are packed and full KV is freed then: at least two units."""
+        """Tokens packed at once if compressed KV packs all tokens and full KV is freed then: at least two units."""
         return max(PACK_AFTER, 2 * self.unit)
 
     @property
@@ -135,10 +131,10 @@ class CompressedKVWriter:
 
     token_table: torch.Tensor
     rows: int
-    buffers: "KVBuffers"
-    queries: "QueryWindows"
-    rotary: "Rotary | None"
-    prompt_of: Callable[[int], Sequence[int]]
+    buffers: KVBuffers
+    queries: QueryWindows
+    rotary: Rotary | None
+    state_of: Callable[[int], RequestState]
     layout: KVLayout
 
     def compile_kernels(self, method: CompressionMethod, query_heads: int) -> None:
@@ -165,7 +161,7 @@ class CompressedKVWriter:
         num_filled: int,
         tokens: int,
         has_sinks: bool,
-        kept: "torch.Tensor | NewestRows | None" = None,
+        kept: torch.Tensor | NewestRows | None = None,
     ) -> None:
         """Copy the selected KV of each layer to the owned slots, from token ``num_filled`` on, and to a new segment's slots.
 
@@ -242,13 +238,13 @@ class CompressedKVWriter:
         if found is None:
             key = self.buffers.keys[0]
             found = key.new_empty(len(self.buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        prompt, seeds = self.prompt_of(row), None
+        prompt, seeds = self.state_of(row).prompt, None
         if method.packing.stochastic:
             seeds = token_seeds(prompt, len(source), source.device)
         return ContextKV(self.buffers, source, *found, self.rotary, prompt, seeds)
 
 
-def initial_selection(chooser: Compressor, buffers: "KVBuffers", covered: int, keep: int) -> torch.Tensor | None:
+def initial_selection(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
     """First selection, of ``keep`` tokens per head, of a method whose layers select in the step: the newest of the ``covered`` tokens.
 
     None if it selects with recorded queries instead.

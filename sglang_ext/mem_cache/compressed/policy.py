@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 # Compressed KV is refreshed when more exact tokens follow it than REFRESH_AFTER, and more than this share of its tokens. This bounds the
-# draft row's length and the cost of refreshes. A refresh reads the keys of the whole context. It takes as long as 512 more exact tokens cost in about
-# 600 draft steps.
+# draft row's length and the cost of refreshes. A refresh reads all keys of the context, which costs as much as 512 more exact tokens in
+# about 600 draft steps.
 REFRESH_AFTER = 512
 REFRESH_SHARE = 1 / 8
 
@@ -87,10 +87,9 @@ def max_unrefreshed_tail(kept: int) -> int:
 
 
 def max_tail(method: CompressionMethod, page_size: int, context: int) -> int:
-    """Maximum tokens after compressed KV in a server that frees full KV, and whose cache ranks select; ``context``: those of the longest context.
+    """Maximum tokens after compressed KV if full KV is freed and cache ranks select. ``context``: tokens of the longest context.
 
-    It is the sum of three parts: the tokens of two rounds, because slots are freed one round late; an incomplete page; the tokens up to the next
-    refresh.
+    It is the sum of the tokens of two rounds, because slots are freed one round late, an incomplete page, and the tokens up to the next refresh.
     """
     return 2 * PLAIN_STEPS + page_size + max_unrefreshed_tail(method.num_kept(context))
 
@@ -176,6 +175,8 @@ def observe_step(compressed_kv: CompressedKVCache, ends: dict[int, int], followi
     """
     if compressed_kv.async_selector is not None:
         return compressed_kv.async_selector.observe_step(compressed_kv, ends, following)
+    if not ends:
+        return None
     waiting = {row: end for row, end in ends.items() if compressed_kv.method(row).compressor.synchronous}
     after = {row: end - compressed_kv.get(row).covered for row, end in waiting.items()}
     if compressed_kv.layout.selects_in_attention:

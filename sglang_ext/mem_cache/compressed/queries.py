@@ -7,7 +7,7 @@ Graphs captured with the hook active therefore write queries to the pool indices
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -179,13 +179,9 @@ class QueryWindows:
     @contextmanager
     def recording(self, rows: tuple[RecordedRows, ...], observer: "LayerObserver | None" = None) -> Iterator[None]:
         """Record the queries of ``rows`` of the forward inside this context. ``observer`` observes its layers."""
-        rows = self._fitting(rows)
-        if not rows:
-            yield
-            return
-        self._running, self._observer = rows, observer
+        self._running, self._observer = self._fitting(rows), observer
         try:
-            with recording_to(self):
+            with recording_to(self) if self._running else nullcontext():
                 yield
         finally:
             self._running, self._reserved, self._observer = (), None, None

@@ -9,6 +9,5 @@ from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.registry import register, register_quantizer
 
 __all__ = [
-    *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),
-    *("top_positions", "kept_count", "register", "register_quantizer"),
-]
+    "Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer", "kept_count", "register", "register_quantizer", "top_positions",
+]  # fmt: skip

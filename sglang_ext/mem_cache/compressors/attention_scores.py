@@ -10,6 +10,7 @@ import torch
 from sglang_ext.device import tf32_matmuls
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.registry import register
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class VerifyGuided(WindowAttention):
 
     def scores_of(self, attention: torch.Tensor, window: int) -> torch.Tensor:
         """The attention, infinite for the newest tokens."""
-        newest = torch.arange(attention.shape[-1], device=attention.device) >= attention.shape[-1] - self.recent
-        return attention.masked_fill(newest, float("inf"))
+        return mark_always(attention, 0, self.recent)
 
 
 @register("expected-attention")

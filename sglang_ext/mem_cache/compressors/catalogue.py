@@ -147,28 +147,20 @@ def split(text: str) -> tuple[str, str | None]:
 
 
 def points(value: str) -> bool:
-    """Whether the method named ``value`` points to full KV; False if there is no such method."""
-    dropping = _dropping_of(value)
-    return dropping is not None and dropping.points
+    """Whether the method named ``value`` points to full KV. Raises :class:`OptionError` as :func:`parse`."""
+    drops, _ = parse(value)
+    return drops is not None and COMPRESSORS[drops].points
 
 
 def needs_verifications(value: str) -> bool:
-    """Whether verifications select the tokens of the method named ``value``; False if there is no such method."""
-    dropping = _dropping_of(value)
-    return dropping is not None and dropping.each_round and not dropping.every
+    """Whether verifications select the tokens of the method named ``value``. Raises :class:`OptionError` as :func:`parse`."""
+    drops, _ = parse(value)
+    return drops is not None and COMPRESSORS[drops].each_round and not COMPRESSORS[drops].every
 
 
 def per_step_methods() -> tuple[str, ...]:
     """Names of methods that select tokens per step. The selection flags apply to them."""
     return tuple(name for name in dropping() if COMPRESSORS[name].every)
-
-
-def _dropping_of(value: str) -> type[Compressor] | None:
-    try:
-        drops, _ = parse(value)
-    except OptionError:
-        return None
-    return None if drops is None else COMPRESSORS[drops]
 
 
 def code_bits(packs: str, bits: int | None) -> int:
@@ -206,16 +198,12 @@ def partitioned() -> tuple[str, ...]:
 
 
 def create(name: str) -> Compressor:
-    """Create the compressor of this name with its defaults. Raises ValueError for an unknown name."""
-    if name not in COMPRESSORS:
-        raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
+    """Create the compressor of this name, one of :func:`dropping`, with its defaults."""
     return COMPRESSORS[name]()
 
 
 def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
-    """Create the quantizer of this name, with codes of ``bits`` bits and this partition size. Raises ValueError for an unknown name."""
-    if name not in QUANTIZERS:
-        raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
+    """Create the quantizer of this name, one of :func:`packing`, with codes of ``bits`` bits and this partition size."""
     sizes = {} if partition is None else {"partition": partition}
     return QUANTIZERS[name].quantizer(bits=bits, **sizes)
 

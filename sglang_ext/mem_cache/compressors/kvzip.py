@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,13 +23,11 @@ from safetensors.torch import save
 
 from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressed.layouts.block_layout import prefix_hashes
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.attention_scores import SnapKV
 from sglang_ext.mem_cache.compressors.compressor import Always, Compressor, ContextKV, LayerKV, Part, RequiredFolder
 from sglang_ext.mem_cache.compressors.registry import register
 from sglang_ext.mem_cache.scores import write_whole
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +320,7 @@ class KVzap(KVzipScores):
         recent: Newest tokens, always kept. The paper keeps 128 of a whole cache; here the tokens after the compressed KV are exact.
     """
 
-    slots: "SlotScores | None" = None
+    slots: SlotScores | None = None
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32

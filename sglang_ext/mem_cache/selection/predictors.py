@@ -5,14 +5,12 @@ Rotary embedding is first removed from queries, and applied again for the next p
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from sglang_ext.core import OptionError
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Lower bound of the ridge, since a system of zeros has no solution; far below the square of any query.
 LEAST = 1e-12
@@ -24,22 +22,15 @@ class QueryPredictor(ABC):
     name: ClassVar[str]
     window: int
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
         """Predict the query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
 
         Args:
-            queries: float [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
+            queries: float [requests, layers, query_heads, window, dim], at least one, oldest first, rotary embedding applied.
             positions: int64 [requests, window], absolute positions of the queries, ascending, possibly with gaps.
             rotary: The rotary embedding that was applied; None to join queries as they are, each rotated to its own position.
             ahead: Distance of the predicted query from the newest, from 1.
-
-        Raises:
-            ValueError: There is no query.
         """
-        if queries.shape[-2] == 0:
-            raise ValueError(
-                "there are 0 queries in the window; the next is predicted from at least 1: record that of the newest token first"
-            )
         newest, positions = queries[..., -self.window :, :].float(), positions[:, -self.window :]
         if rotary is None:
             return self.join(newest)
@@ -62,11 +53,10 @@ class CurrentQuery(QueryPredictor):
     name: ClassVar[str] = "current"
     window: int = 1
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: "Rotary | None", ahead: int = 1) -> torch.Tensor:
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
         """Rotate the newest query directly to the new position, in one rotation instead of two."""
-        if rotary is None or queries.shape[-2] == 0:
-            return super().predict(queries, positions, rotary, ahead)
-        return rotary.rotate_ahead(queries[..., -1, :], ahead)
+        newest = queries[..., -1, :]
+        return newest.float() if rotary is None else rotary.rotate_ahead(newest, ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         return queries[..., -1, :]

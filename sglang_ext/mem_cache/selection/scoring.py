@@ -9,45 +9,37 @@ matrix. It has one row if each head has its own keys (MHA), and all rows if head
 import torch
 
 
-def page_scores(query: torch.Tensor, keys: torch.Tensor, page: int, beyond: torch.Tensor | None = None) -> torch.Tensor:
+def page_scores(query: torch.Tensor, keys: torch.Tensor, page: int) -> torch.Tensor:
     """Upper bound of the products of the query with the keys of a page (Quest, Tang et al. 2024, arXiv 2406.10774).
 
     The bound is the mean over the query heads of a KV head. All tokens of a page of ``page`` tokens have the page's bound. Arguments and
-    result as :func:`group_attention`'s; places without a token have any score.
+    result as :func:`group_attention`'s.
     """
     tokens = keys.shape[-2]
 
-    def bounds(fill: float) -> torch.Tensor:
-        """Smallest keys of each page if ``fill`` is infinity, largest if it is -infinity: float32 [..., pages, dim]; 0 without tokens."""
-        filled = keys.float() if beyond is None else keys.float().masked_fill(beyond[..., None], fill)
-        paged = torch.nn.functional.pad(filled, (0, 0, 0, -tokens % page), value=fill).unflatten(-2, (-1, page))
-        found = paged.amin(dim=-2) if fill > 0 else paged.amax(dim=-2)
-        return found.masked_fill(found.isinf(), 0.0)
+    def paged(fill: float) -> torch.Tensor:
+        """The keys by page, the last page completed with ``fill``: float32 [..., pages, page, dim]."""
+        return torch.nn.functional.pad(keys.float(), (0, 0, 0, -tokens % page), value=fill).unflatten(-2, (-1, page))
 
     query = grouped(query, keys)
     # The larger bound per channel: negative entries of a query are multiplied with the smallest keys, others with the largest.
-    low, high = bounds(float("inf")), bounds(float("-inf"))
+    low, high = paged(float("inf")).amin(dim=-2), paged(float("-inf")).amax(dim=-2)
     bound = query.clamp(min=0) @ high.transpose(-1, -2) + query.clamp(max=0) @ low.transpose(-1, -2)
     return bound.mean(dim=-2).repeat_interleave(page, dim=-1)[..., :tokens]
 
 
-def group_attention(
-    queries: torch.Tensor, keys: torch.Tensor, scaling: float, beyond: torch.Tensor | None = None
-) -> torch.Tensor:
+def group_attention(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
     """Attention of one query per head to all tokens, mean over the query heads of a KV head.
 
     Args:
         queries: float [requests, layers, query_heads, dim], rotary embedding applied.
         keys: float [requests, layers, kv_heads, tokens, dim], rotary embedding applied.
         scaling: Factor on query-key products before softmax.
-        beyond: bool [requests, 1, 1, tokens], places of ``keys`` without a token; None if all have one.
 
     Returns:
-        float32 [requests, layers, kv_heads, tokens]; 0 for places without a token.
+        float32 [requests, layers, kv_heads, tokens].
     """
     logits = grouped(queries, keys) @ keys.float().transpose(-1, -2) * scaling
-    if beyond is not None:
-        logits = logits.masked_fill(beyond[..., None, :], float("-inf"))
     return logits.softmax(dim=-1).mean(dim=-2)
 
 
@@ -61,24 +53,17 @@ def grouped(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return queries.float().unflatten(-2, (kv_heads, heads // kv_heads))
 
 
-def mark_always(scores: torch.Tensor, sinks: int, newest: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Set the scores of each context's first and newest tokens to infinity, and of places without a token to minus infinity.
-
-    ``scores`` is float32 [requests, ..., tokens], ``lengths`` int64 [requests], tokens of each context; None if all have as many as scores.
-    """
+def mark_always(scores: torch.Tensor, sinks: int, newest: int) -> torch.Tensor:
+    """Set the scores, float32 [..., tokens], of the first and the newest tokens to infinity."""
     tokens = scores.shape[-1]
     places = torch.arange(tokens, device=scores.device)
-    if lengths is None:
-        return scores.masked_fill((places < sinks) | (places >= tokens - newest), float("inf"))
-    ends = lengths.view(-1, *(1,) * (scores.dim() - 1))
-    marked = scores.masked_fill((places < sinks) | (places >= ends - newest), float("inf"))
-    return marked.masked_fill(places >= ends, float("-inf"))
+    return scores.masked_fill((places < sinks) | (places >= tokens - newest), float("inf"))
 
 
-def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int) -> torch.Tensor:
     """Positions of the ``count`` tokens that each KV head reads, first and newest ones before others: int64 [..., count], ascending.
 
-    Arguments as :func:`mark_always`'s. The host does not read ``lengths``, so that callers must handle contexts shorter than ``count``.
+    ``scores`` are float32 [..., tokens].
 
     Raises:
         ValueError: ``count`` is below 1 or above the number of tokens.
@@ -88,4 +73,4 @@ def top_tokens(scores: torch.Tensor, count: int, sinks: int, newest: int, length
         raise ValueError(
             f"{count} tokens are to be selected; allowed: 1 to the {tokens} of the context. Select fewer, or read the context whole"
         )
-    return mark_always(scores, sinks, newest, lengths).topk(count, dim=-1).indices.sort(dim=-1).values
+    return mark_always(scores, sinks, newest).topk(count, dim=-1).indices.sort(dim=-1).values

@@ -46,24 +46,9 @@ class KeySpec:
         scored = self.dim * self.bits // 8 + 2 * PARAMETER.itemsize * self.dim // self.group
         return heads * (scored + (2 * exact if self.rows else 0))
 
-
-class ExactKeys:
-    """Keys of ``tokens`` tokens in their own dtype: ``keys``, [layers, tokens, kv_heads, dim]. On a CPU, memory is taken as they are written."""
-
-    def __init__(self, sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")):
-        self.keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
-
-    def write(self, start: int, keys: torch.Tensor) -> None:
-        """Store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
-        self.keys[:, start : start + keys.shape[1]] = keys
-
-    def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
-        """Read a layer's keys in ``places``, int64 [tokens]: [tokens, kv_heads, dim]."""
-        return self.keys[layer].index_select(0, places)
-
-    def clear(self, tokens: int) -> None:
-        """Set the first ``tokens`` places to zero."""
-        self.keys[:, :tokens].zero_()
+    def empty(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Memory for exact keys, or values, of ``tokens`` tokens: [layers, tokens, kv_heads, dim]. On a CPU it is taken as it is written."""
+        return torch.empty(self.layers, tokens, self.kv_heads, self.dim, dtype=self.dtype, device=device)
 
 
 class QuantizedKeys:
@@ -91,17 +76,12 @@ class QuantizedKeys:
         """Bytes of the codes, scales and zero points."""
         return self.codes.nbytes + self.words.nbytes
 
-    def write(self, start: int, keys: torch.Tensor) -> None:
-        """Quantize and store keys of tokens from place ``start`` on: [layers, tokens, kv_heads, dim]."""
-        places = slice(start, start + keys.shape[1])
-        self.codes[:, places], self.words[:, places] = self._coded(keys)
-
     def clear(self, tokens: int) -> None:
         """Set the first ``tokens`` places to zero."""
         self.codes[:, :tokens].zero_()
         self.words[:, :tokens].zero_()
 
-    def put(self, places: torch.Tensor, keys: torch.Tensor) -> None:
+    def write(self, places: torch.Tensor, keys: torch.Tensor) -> None:
         """Quantize keys, [layers, tokens, kv_heads, dim], and store them in ``places``, int64 [tokens]."""
         codes, words = self._coded(keys)
         self.codes.index_copy_(1, places, codes)
@@ -150,9 +130,4 @@ class KeyQuantizer:
             return
         # All layers together: threads synchronize after each operation.
         for some in slots.split(max(1, CODED_AT_ONCE // (len(self._keys) * self._keys[0][0].numel()))):
-            self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
-
-
-def scoring_keys(sizes: KeySpec, tokens: int, device: torch.device = torch.device("cpu")) -> ExactKeys | QuantizedKeys:
-    """Create storage for the keys of ``tokens`` tokens."""
-    return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else QuantizedKeys(sizes, tokens, device)
+            self._held.write(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))

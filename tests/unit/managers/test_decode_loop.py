@@ -127,7 +127,7 @@ class Toy(DecodeLoop):
             full_kv = OffloadedFullKV(scheduler, residency, 1, longest, policy)
         steps = SimpleNamespace(
             table=compressed_kv.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
-            verify_sampler=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
+            samplers=SimpleNamespace(get=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers)),
         )
         lengths = DraftLength(drafts, is_fixed=True)
         round_timer, report = RoundTimer(lengths, torch.device("cpu")), RoundReport(lengths, RoundCosts(), metrics, worker.requests)

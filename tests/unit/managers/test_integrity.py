@@ -17,8 +17,9 @@ def compressed_kv(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1
         layout=PlainLayout(),
         items=lambda: (),
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
-        free_slots=lambda: torch.tensor(free, dtype=torch.int64),
-        allocator=SimpleNamespace(page_size=page_size),
+        allocator=SimpleNamespace(
+            page_size=page_size, free_pages=torch.tensor(free, dtype=torch.int64), release_pages=torch.empty(0, dtype=torch.int64)
+        ),
         tree_cache=SimpleNamespace(
             cached_slots=lambda: torch.tensor(cached, dtype=torch.int64), check_integrity=lambda: None
         ),

@@ -48,7 +48,9 @@ def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
     beside = plan(batch([200, 300]), states(2), 4, ToyCompressedKV(lacking=(1,)))
     assert (beside.num_draft_steps, beside.rows, beside.fallbacks, beside.verify_batches) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, ToyCompressedKV(full=(1,))).num_draft_steps == 0, "for slots nobody drafts"
-    setup = RoundSetup(RoundPlanner(8, 8), ToyCompressedKV(lacking=(1,)), FullKVProvider(), can_get_queries=lambda row: False)
+    compressed_kv = ToyCompressedKV(lacking=(1,))
+    compressed_kv.queries = SimpleNamespace(can_record=lambda row: False)
+    setup = RoundSetup(RoundPlanner(8, 8), compressed_kv, FullKVProvider())
     assert setup.plan(batch([200]), states(1), [200], 4).num_draft_steps == 0, "where no ring is left it would gain nothing"
 
 
@@ -202,7 +204,7 @@ def run(round_, tokens, answers=(), order=None):
     found._plan = lambda batch, states: round_
     found.steps.slots = lambda *_: None
     found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
-    found.steps.verify_sampler = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
+    found.steps.samplers = SimpleNamespace(get=lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers)))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
     found.round_timer = SimpleNamespace(
         on_first_step=lambda: None, on_drafted=lambda: None, on_launched=lambda: None, running=None
@@ -288,7 +290,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
     worker = SimpleNamespace(queries=SimpleNamespace(set_targets=seen.append), compressed_kv=without_copies(), requests=WITHOUT_GRAMMARS)
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw)
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), samplers=SimpleNamespace(get=lambda *_: draw))
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, None)
@@ -311,7 +313,7 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     worker = SimpleNamespace(queries=SimpleNamespace(set_targets=lambda recorded: None), compressed_kv=without_copies(), requests=WITHOUT_GRAMMARS)
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verify_sampler=lambda *_: draw)
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), samplers=SimpleNamespace(get=lambda *_: draw))
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, None)
     assert part.num_output.tolist() == [2, 5]

@@ -66,23 +66,27 @@ def test_a_logit_processor_comes_along_with_its_own_request_only():
 
 def kept(asked, cache, states, width=2, requests=(0, 1)):
     asked.seq_lens = torch.tensor([5, 6])
-    return cache.get(asked, states, requests, width, False, lambda: [LogitRow(i, 11) for i in requests for _ in range(width)])
+    return cache.get(asked, states, requests, width, {}, False)
+
+
+def of_drafting() -> list[SimpleNamespace]:
+    return [SimpleNamespace(seed=11, fallback=0) for _ in range(2)]
 
 
 def test_a_sampling_is_used_again_while_the_same_requests_run():
-    params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), [object(), object()]
+    params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), of_drafting()
     asked, cache = batch(params, **PLAIN), SamplerCache(model_runner=None)
     first = kept(asked, cache, states)
     assert kept(asked, cache, states) is first
     assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
     some = kept(asked, cache, states, requests=(1,))
-    assert some.count == 2 and kept(asked, cache, states, requests=(1,)) is some is not kept(asked, cache, states, requests=(0,))
+    assert some.groups[0].rows == [0, 1] and kept(asked, cache, states, requests=(1,)) is some is not kept(asked, cache, states, requests=(0,))
     # A retracted request comes back with another state, and other noise.
-    assert kept(asked, cache, [object(), states[1]]) is not first
+    assert kept(asked, cache, [*of_drafting()[:1], states[1]]) is not first
 
 
 def test_what_depends_on_the_output_is_made_anew():
-    asked, cache, states = batch(PARAMS), SamplerCache(model_runner=None), [object(), object()]
+    asked, cache, states = batch(PARAMS), SamplerCache(model_runner=None), of_drafting()
     assert kept(asked, cache, states) is not kept(asked, cache, states)
     grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     assert kept(grammatical, cache, states) is kept(grammatical, cache, states)
@@ -94,7 +98,7 @@ def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
     penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     penalized.sampling_info.acc_additive_penalties = torch.ones(2, 8)
     penalized.sampling_info.acc_scaling_penalties = torch.ones(2, 8)
-    cache, states = SamplerCache(model_runner=None), [object(), object()]
+    cache, states = SamplerCache(model_runner=None), of_drafting()
     made = kept(penalized, cache, states)
     info = made.groups[0].batch.sampling_info
     assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
@@ -102,7 +106,7 @@ def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
 
 
 def test_so_many_samplings_are_kept_and_no_more():
-    asked, states = batch((SamplingParams(temperature=0),) * 2, **PLAIN), [object(), object()]
+    asked, states = batch((SamplingParams(temperature=0),) * 2, **PLAIN), of_drafting()
     cache = SamplerCache(model_runner=None, most=3)
     for first in range(1, 20, 3):
         made = {width: kept(asked, cache, states, width=width) for width in range(first, first + 3)}
@@ -116,7 +120,7 @@ def test_so_many_samplings_are_kept_and_no_more():
 def test_nothing_as_large_as_logits_is_kept():
     """A bias has a number for each token of the vocabulary: kept for each row of 64 samplings it would be gigabytes, charged to nobody."""
     plain = {**PLAIN, "logit_bias": torch.arange(16.0).view(2, 8)}
-    asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplerCache(model_runner=None), [object(), object()]
+    asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplerCache(model_runner=None), of_drafting()
     empty = held_entries(cache)
     made = kept(asked, cache, states)
     assert made.groups[0].batch.sampling_info.logit_bias.shape == (4, 8)

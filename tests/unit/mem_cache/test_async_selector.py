@@ -241,8 +241,8 @@ class InPlace(AsyncSelector):
     def flush(self, row):
         self.told.append(("settle", row))
 
-    def flush_all(self):
-        self.told.append("settle_all")
+    def forget_all(self):
+        self.told.append("forget_all")
 
     def poll(self):
         self.told.append("tend")
@@ -267,7 +267,7 @@ def test_what_is_written_in_place_needs_no_spare_slots_and_is_not_made_anew_afte
     compressed_kv.release(1)
     assert compressed_kv.async_selector.told == [("settle", 1), "tend", ("settle", 1), ("forget", 1)]
     compressed_kv.forget_all()
-    assert compressed_kv.async_selector.told[-1] == "settle_all" and compressed_kv.allocator.available_size() == before
+    assert compressed_kv.async_selector.told[-1] == "forget_all" and compressed_kv.allocator.available_size() == before
 
 
 def test_shares_are_all_requests_of_some_layers_or_some_of_one():

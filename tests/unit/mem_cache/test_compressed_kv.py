@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from sglang_ext.core import RequestState
 from sglang_ext.hooks.rounds import free_compressed_kv_when_full
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -95,7 +96,7 @@ def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_
     wanted[..., 30:55] = 1.0
     index = SimpleNamespace(match=lambda tokens: wanted if len(tokens) == 100 else None)
     compressed_kv = make_views(compressor=KVzip(create("sink-recent"), index))
-    compressed_kv.prompt_of = {1: prompt, 2: []}.__getitem__
+    compressed_kv.state_of = {1: RequestState("1", 1, 0, prompt=prompt), 2: RequestState("2", 2, 0)}.__getitem__
     compressed_kv.token_table[2, :100] = compressed_kv.token_table[1, :100]
     assert compressed_kv.compress(1, 100) and compressed_kv.compress(2, 100)
     assert torch.equal(compressed_kv.buffers.keys[0][compressed_kv.get(1).own], compressed_kv.buffers.keys[0][compressed_kv.token_table[1, 30:55].long()])

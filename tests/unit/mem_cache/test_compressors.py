@@ -159,8 +159,3 @@ def test_kept_count_is_whole_pages_within_the_context_and_at_least_the_budget(to
     count = kept_count(tokens, share, page)
     assert count % page == 0 and page <= count <= tokens
     assert count >= tokens * share - 1e-6 and count - tokens * share < page + 1
-
-
-def test_an_unknown_compressor_is_refused_by_name():
-    with pytest.raises(ValueError, match="'nope'.*snapkv"):
-        create("nope")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_packed_views import DIM, HEADS, views_of
 
+from sglang_ext.core import RequestState
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.layouts.block_layout import as_bytes
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import WRITTEN_TOKENS, Packing
@@ -54,7 +55,7 @@ def test_what_runs_before_the_first_request_writes_to_nobodys_slot():
 def blocks_of(prompt, *lengths):
     """Codes of keys and of values in the copy of a request with such a prompt, which is renewed as the context grows."""
     compressed_kv = views_of("hack")
-    compressed_kv.prompt_of = {1: prompt}.get
+    compressed_kv.state_of = lambda row: RequestState("", row, 0, prompt=prompt)
     for length in lengths:
         assert compressed_kv.compress(1, length)
     view, packing = compressed_kv.get(1), compressed_kv.methods[0].packing

@@ -77,7 +77,7 @@ class Holder(AsyncSelector):
     def flush(self, row):
         self.settled.append(row)
 
-    def flush_all(self):
+    def forget_all(self):
         pass
 
     def forget(self, row):

@@ -8,6 +8,7 @@ import torch
 from test_packed_views import DIM, HEADS, views_of
 from tiered_helpers import ROWS, World, done
 
+from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import IntegrityError, check_compressed
 from sglang_ext.mem_cache.compressed.cache import CompressedKVCache
 from sglang_ext.mem_cache.compressed.compression_method import CompressionMethod
@@ -40,7 +41,8 @@ def world():
     )
     made.cache.bind(CompressedKVCache(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
-        queries=QueryWindows(0, (0,), 0), layout=rows, method_index_of=made.asked.__getitem__, min_shared=64,
+        queries=QueryWindows(0, (0,), 0), layout=rows, min_shared=64,
+        state_of=lambda row: RequestState("", row, 0, method=made.asked[row]),
     ))
     return made
 
@@ -144,7 +146,7 @@ def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_with
     compressed_kv = views_of("snapkv+int8", budget=0.5, compressor=Spy(window=8))
     wide, none = (replace(compressed_kv.methods[0], compressor=each) for each in (Spy(window=32), create("sink-recent")))
     compressed_kv.methods, asked = (*compressed_kv.methods, wide, none), {1: 0}
-    compressed_kv.method_index_of = asked.__getitem__
+    compressed_kv.state_of = lambda row: RequestState("", row, 0, method=asked[row])
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
     for place, covered in enumerate((260, 260, 388)):
         asked[1] = place

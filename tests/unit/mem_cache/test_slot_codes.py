@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.compressed.queries import record_queries, set_key_writ
 from sglang_ext.mem_cache.compressors import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.scoring import mark_always
-from sglang_ext.mem_cache.selection.scoring_keys import CODED_AT_ONCE, KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import CODED_AT_ONCE, KeySpec, QuantizedKeys
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
@@ -28,8 +28,8 @@ def pool(layers=3, slots=40, heads=2, dim=64, seed=0):
 
 def as_held(keys, bits):
     """What cache ranks would hold of the keys of all slots."""
-    held = scoring_keys(KeySpec(len(keys), *keys[0].shape[1:], keys[0].dtype, bits), len(keys[0]))
-    held.write(0, torch.stack(tuple(keys)))
+    held = QuantizedKeys(KeySpec(len(keys), *keys[0].shape[1:], keys[0].dtype, bits), len(keys[0]))
+    held.write(torch.arange(len(keys[0])), torch.stack(tuple(keys)))
     return held
 
 

@@ -6,17 +6,14 @@ compressed KV in each draft row. layers/attention/ has the attention over rows o
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
+from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
-    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-    from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
-    from sglang_ext.mem_cache.compressors.compressor import Compressor, ContextKV, Part
 
 
 class SlotLayout(ABC):
@@ -51,12 +48,7 @@ class SlotLayout(ABC):
 
     @abstractmethod
     def write(
-        self,
-        buffers: "KVBuffers",
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Store the kept tokens of each head in slots. On a GPU it does not wait for the device.
 
@@ -84,12 +76,7 @@ class PlainSlots(SlotLayout):
         return tokens
 
     def write(
-        self,
-        buffers: "KVBuffers",
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         buffers.copy_kept(kept, sources, targets)
 
@@ -108,7 +95,7 @@ class KVLayout(ABC):
     selects_in_attention: ClassVar[bool] = False
 
     @property
-    def key_derived_data(self) -> "PageExtremes | None":
+    def key_derived_data(self) -> PageExtremes | None:
         """Data beside the pool by which attention selects pages; None if it selects none."""
         return None
 
@@ -119,17 +106,8 @@ class KVLayout(ABC):
         """
         raise NotImplementedError(f"attention selects no tokens in {type(self).__name__}")
 
-    def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> SlotLayout:
-        """The slot layout for ``method``; ``plain`` if it stores tokens unchanged."""
-        return plain
-
     def fill(
-        self,
-        row: int | None,
-        slot_layout: SlotLayout,
-        compressor: "Compressor",
-        context: "ContextKV",
-        targets: "dict[Part, torch.Tensor]",
+        self, row: int | None, slot_layout: SlotLayout, compressor: Compressor, context: ContextKV, targets: dict[Part, torch.Tensor]
     ) -> None:
         """Let ``compressor`` select the tokens of each part of ``context``, and store them in the part's slots, int64.
 
@@ -149,7 +127,7 @@ class KVLayout(ABC):
     def compressed_lengths(self, rows: torch.Tensor) -> list[int]:
         """How much compressed KV each of ``rows``, int64 [batch], begins with; 0 for none. Waits for the device."""
 
-    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: "KVBuffers") -> None:
+    def check(self, row: int, compressed: CompressedKV, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that a draft row agrees with its compressed KV. ``covered``, int64, are the slots of the covered tokens' full KV.
 
         Raises:
@@ -175,7 +153,7 @@ class RowCountLayout(KVLayout):
     """A layout with a table of the amount of compressed KV in each draft row.
 
     Attributes:
-        layout: How compressed KV is stored in slots.
+        layout: How compressed KV is stored in slots, for methods that pack tokens or point to them.
         counts: int32 [rows], how much compressed KV each row begins with; 0 for none. Captured CUDA graphs read it.
     """
 

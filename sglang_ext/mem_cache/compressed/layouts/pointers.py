@@ -10,19 +10,16 @@ stored on the device by row of the token table, so that one CUDA graph serves al
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes, compute_extremes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, SlotLayout
 from sglang_ext.mem_cache.compressors.step_selectors import Quest
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,7 @@ class Pointers(SlotLayout):
         return -(-tokens // self.per_slot)
 
     def write(
-        self,
-        buffers: KVBuffers,
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Point the compressed KV to each head's kept tokens, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
@@ -78,9 +70,6 @@ class PointerLayout(RowCountLayout):
     layout: Pointers
     shareable = False
     points_to_full_kv = True
-
-    def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Pointers:
-        return self.layout
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
         self.counts[row] = compressed.own_tokens
@@ -150,11 +139,6 @@ class PagePointerLayout(PointerLayout):
     def page(self) -> int:
         """Tokens of a page."""
         return self.extremes.page
-
-    @property
-    def page_bounds(self) -> torch.Tensor:
-        """[layers, pages, kv_heads, 2, head_dim], the smallest and largest keys of each page of the pool."""
-        return self.extremes.held
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
         """Record the numbers of pointers and pages. The row's next step selects."""

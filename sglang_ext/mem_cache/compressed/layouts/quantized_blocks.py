@@ -7,20 +7,16 @@ the head's own cells, so that ranks with different heads need no data of each ot
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.layouts.base import PlainSlots, RowCountLayout, SlotLayout
+from sglang_ext.mem_cache.compressed.layouts.base import RowCountLayout, SlotLayout
 from sglang_ext.mem_cache.compressed.layouts.block_layout import BlockLayout, Grid, Quantized, as_bytes, lane, noise
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.prefix_cache.segments import CompressedKV
-
-if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressors.catalogue import MethodSpec
 
 # Tokens packed at once. Several float32 tensors of their numbers exist while they are packed. A multiple of a block.
 WRITTEN_TOKENS = 1 << 14
@@ -102,12 +98,7 @@ class Packing(SlotLayout):
         return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(
-        self,
-        buffers: KVBuffers,
-        kept: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        seeds: torch.Tensor | None = None,
+        self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seeds: torch.Tensor | None = None
     ) -> None:
         """Pack whole blocks of each head's kept tokens, in all layers, as :meth:`SlotLayout.write`."""
         if buffers.on_gpu:
@@ -191,9 +182,6 @@ class QuantizedLayout(RowCountLayout):
     """Draft rows that begin with quantized blocks, and the number of slots with blocks in each row."""
 
     layout: Packing
-
-    def slot_layout(self, method: "MethodSpec", plain: PlainSlots) -> Packing | PlainSlots:
-        return plain if method.quantizer is None else self.layout
 
     def on_filled(self, row: int, compressed: CompressedKV) -> None:
         self.counts[row] = compressed.num_packed_slots

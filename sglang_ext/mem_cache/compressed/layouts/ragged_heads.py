@@ -65,12 +65,7 @@ class RaggedHeadLayout(KVLayout):
         return self.bounds[row, first : first + self.kv_heads + 1].tolist()
 
     def fill(
-        self,
-        row: int | None,
-        slot_layout: SlotLayout,
-        compressor: Compressor,
-        context: ContextKV,
-        targets: "dict[Part, torch.Tensor]",
+        self, row: int | None, slot_layout: SlotLayout, compressor: Compressor, context: ContextKV, targets: dict[Part, torch.Tensor]
     ) -> None:
         """Fill as :meth:`KVLayout.fill`, with exactly one part. Also records the heads' cells."""
         ((part, slots),) = targets.items()

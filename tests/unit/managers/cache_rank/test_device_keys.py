@@ -8,7 +8,7 @@ from sglang_ext.managers.cache_rank.exchange_buffer import ExchangeBuffer
 from sglang_ext.managers.cache_rank.key_store import KeyStore, split_by_block
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import KeyPiece, StagedTokens
-from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, scoring_keys
+from sglang_ext.mem_cache.selection.scoring_keys import KeySpec, QuantizedKeys
 
 CPU = torch.device("cpu")
 # Two to one block, the second of which counts; the last ends with the last block.
@@ -29,18 +29,22 @@ def keys_of(bits, rows):
 def test_many_blocks_at_once_are_what_they_are_one_by_one(bits, rows):
     arena, store, memory = keys_of(bits, rows)
     slots, keys = store.blocks * 64, arena.keys[0, 0]
-    other = scoring_keys(KeySpec(arena.shape.layers, *keys.shape[1:], keys.dtype, bits), slots)
+    sizes = KeySpec(arena.shape.layers, *keys.shape[1:], keys.dtype, bits)
+    other, scored = QuantizedKeys(sizes, slots) if bits < 16 else None, sizes.empty(slots, CPU)
     exact = torch.zeros(2, arena.shape.layers, slots, *keys.shape[1:])
     store.pull(memory, [StagedTokens(piece.place, piece.tokens, store.first_slot(piece)) for piece in PIECES])
     for piece in PIECES:
         first, tokens = store.first_slot(piece), piece.tokens
-        other.write(first, arena.keys[piece.place, :, :tokens])
+        scored[:, first : first + tokens] = arena.keys[piece.place, :, :tokens]
+        if other is not None:
+            other.write(torch.arange(first, first + tokens), arena.keys[piece.place, :, :tokens])
         if rows:
             exact[:, :, first : first + tokens] = torch.stack([part[piece.place, :, :tokens] for part in (arena.keys, arena.values)])
     for piece in PIECES:
         tokens = torch.arange(piece.tokens) + store.first_slot(piece)
         for layer in range(arena.shape.layers):
-            assert torch.equal(store.buffers.scoring_keys(layer, tokens), other.read(layer, tokens))
+            expected = scored[layer, tokens] if other is None else other.read(layer, tokens)
+            assert torch.equal(store.buffers.scoring_keys(layer, tokens), expected)
             if rows:
                 assert torch.equal(store.sent.keys[layer][tokens], exact[0, layer, tokens])
                 assert torch.equal(store.sent.values[layer][tokens], exact[1, layer, tokens])

@@ -219,7 +219,19 @@ def test_tokens_name_no_blocks_where_embeddings_take_their_place():
 def test_prompts_are_not_named_before_a_rank_has_a_lane():
     world, named = RankWorld(places=16, lanes=1).ready(), []
     world.begin(1, 100, 40), world.begin(2, 200, 40)
-    world.compressed_kv.prompt_of = lambda row: named.append(len(world.prompts[row])) or world.prompts[row]
+
+    class State:
+        namespace = ""
+
+        def __init__(self, row):
+            self.row = row
+
+        @property
+        def prompt(self):
+            named.append(len(world.prompts[self.row]))
+            return world.prompts[self.row]
+
+    world.compressed_kv.state_of = State
     for _ in range(4):
         world.step()
     assert named == [100] and world.steps.missed["no-lane"] > 1
