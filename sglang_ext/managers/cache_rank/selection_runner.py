@@ -134,10 +134,9 @@ class SelectionRunner:
         self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
         # Slots of each lane's tokens, int32.
         self._lane_slots: dict[int, torch.Tensor] = {}
-        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare` is of the last other shape.
+        # Inputs of recent shapes, newest last, and frequent batches of each shape, including shapes no longer kept.
         self._known: dict[BatchShape, BatchInputs] = {}
         self._batch_counts: Counter[BatchShape] = Counter()
-        self._rare: BatchInputs | None = None
         self._num_batches = 0
 
     def hold(self, lane: int, places: torch.Tensor) -> None:
@@ -147,7 +146,7 @@ class SelectionRunner:
     def forget(self, lane: int) -> None:
         """Forget the slots of a lane's tokens."""
         self._lane_slots.pop(lane, None)
-        for known in (*self._known.values(), *filter(None, [self._rare])):
+        for known in self._known.values():
             known.lanes = None
 
     def prepare(
@@ -161,9 +160,7 @@ class SelectionRunner:
         # Checks that the lanes hold the tokens, before memory is allocated.
         places = [self._token_slots(ask) for ask in asks]
         form = BatchShape.build(asks, self._memory.shape.most)
-        kept = self._known.get(form)
-        # A recorded graph also serves published selection requests.
-        inputs = self._inputs(form, again or (kept is not None and kept.replay is not None))
+        inputs = self._inputs(form)
         inputs.fill(asks, [self._memory.shape.entry(ask.lane, ask.first) for ask in asks], words)
         if not again:
             inputs.there.fill_(1)
@@ -178,12 +175,8 @@ class SelectionRunner:
             inputs.read = self._rotary.cached_rotations()
         return inputs, inputs.replay or (lambda: self._launch_without_graph(inputs))
 
-    def _inputs(self, form: BatchShape, again: bool) -> BatchInputs:
-        """Return the inputs of a shape. Those of shapes that are not frequent are kept until another one is needed."""
-        if not again:
-            if self._rare is None or self._rare.form != form:
-                self._rare = BatchInputs.build(form, self._device)
-            return self._rare
+    def _inputs(self, form: BatchShape) -> BatchInputs:
+        """Return the inputs of a shape. Of shapes without a graph, the newest ones are kept."""
         known = self._known[form] = self._known.pop(form, None) or BatchInputs.build(form, self._device)
         self._num_batches += 1
         known.last = self._num_batches
