@@ -23,9 +23,10 @@ from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import QUESTION_NUMBERS
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.compressor import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
-from sglang_ext.mem_cache.selection.scoring import mark_always, top_tokens
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts
@@ -255,26 +256,24 @@ class SelectionRunner:
 
     def _answer(self, inputs: BatchInputs, beside: bool = False) -> None:
         """Run a batch. ``beside``: with rows, send those of some layers while tokens of the next layers are selected."""
-        memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
-        if self._store.sent is None:
-            memory.push_chosen(asked, there, self._select_positions(inputs))
-        elif self._by_kernels:
+        memory, asked, there, held = self._memory, inputs.asked, inputs.there, self._store.sent
+        if not self._by_kernels:
+            chosen, bits = self._select_on_cpu(inputs)
+            if held is None:
+                memory.push_chosen(asked, there, chosen)
+            else:
+                memory.push_rows_on_cpu(asked, there, chosen, bits, inputs.table, held)
+        else:
+            # Records are copied while queries are.
             streams, begun = (self._row_streams, current_event(self._device)) if beside else ((INLINE, INLINE), None)
             choice, *among = self._build_selector(inputs)
-            with streams[0].after(begun):
-                records = memory.records(asked, form.most)
-            parts = choice.marked(*among, beside=beside)
-            memory.push_rows(asked, there, parts, records, self._store.sent, streams)
-        else:
-            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._store.sent)
+            if held is None:
+                memory.push_chosen(asked, there, choice.choose(*among, most=inputs.form.most))
+            else:
+                with streams[0].after(begun):
+                    records = memory.records(asked, inputs.form.most)
+                memory.push_rows(asked, there, choice.marked(*among, beside=beside), records, held, streams)
         memory.answer(asked, there)
-
-    def _select_positions(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return positions, int32 [layers, requests, kv_heads, most], ascending. The first ``keep`` of each request are valid."""
-        if not self._by_kernels:
-            return self._select_on_cpu(inputs)[0]
-        choice, *among = self._build_selector(inputs)
-        return choice.choose(*among, most=inputs.form.most)
 
     def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
         """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
@@ -295,7 +294,10 @@ class SelectionRunner:
         return self._memory.pull_queries(inputs.asked, inputs.form.queries, inputs.form.layers).transpose(2, 3)
 
     def _select_on_cpu(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return positions, as :meth:`_select_positions`, and bits of their scores, by PyTorch: [2, ...]."""
+        """Return positions and bits of their scores, by PyTorch: int32 [2, layers, requests, kv_heads, most].
+
+        The first ``keep`` of each request are valid; their positions are ascending.
+        """
         form, queries = inputs.form, self._queries(inputs)
         found = [self._select_request_on_cpu(inputs, i, queries[i, None]) for i in range(form.count)]
         return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
@@ -308,6 +310,6 @@ class SelectionRunner:
         first = inputs.form.first
         layers = enumerate(zip(predicted.unbind(1), buffers.scaling[first : first + inputs.form.layers]), first)
         scores = torch.stack([attention(query, buffers.scoring_keys(at, places), scaling) for at, (query, scaling) in layers])
-        kept = top_tokens(scores[None], keep, self._method.sinks, self._method.recent)[0]
         marked = mark_always(scores, self._method.sinks, self._method.recent)
+        kept = top_positions(marked, keep)
         return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])
