@@ -78,18 +78,8 @@ class CacheRankClient(AsyncSelector):
         return sum(link.ready for link in self.links)
 
     @property
-    def starts(self) -> int:
-        """Number of processes started."""
-        return sum(link.epoch for link in self.links)
-
-    @property
     def processes(self) -> tuple[int, int]:
-        return self.ready, self.starts
-
-    @property
-    def slowest(self) -> float:
-        """Duration of the last selection, of a pack of layers or a step, at the slowest rank, in seconds."""
-        return max((link.seconds for link in self.links), default=0.0)
+        return self.ready, sum(link.epoch for link in self.links)
 
     @property
     def held_tokens(self) -> int:
