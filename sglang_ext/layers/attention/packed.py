@@ -135,7 +135,6 @@ class PackedDecode(CompressedDecode):
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """As :meth:`CompressedDecode.attend`."""
         pool, packed, table = self.token_to_kv_pool, self.layout, self.req_to_token_pool.req_to_token
         buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
         return packed_decode(packed.layout, queries, *buffers, table, rows, lengths, packed.counts, scaling, splits)
