@@ -140,10 +140,6 @@ class SelectionRunner:
         self._batch_counts: Counter[BatchShape] = Counter()
         self._num_batches = 0
 
-    def hold(self, lane: int, places: torch.Tensor) -> None:
-        """Set the slots of a lane's tokens, int64 [tokens]."""
-        self._lane_slots[lane] = places.int()
-
     def forget(self, lane: int) -> None:
         """Forget the slots of a lane's tokens."""
         self._lane_slots.pop(lane, None)
