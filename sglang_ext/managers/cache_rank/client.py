@@ -6,16 +6,12 @@
 3. Apply: a later step waits for the selection, up to a limit, and points the compressed KV to the selected tokens. If the selection is
    late, the request keeps its previous one.
 
-On a GPU, the device orders the phases, step by step (stepwise_client.py). On a CPU, the host orders them, pack by pack of layers
-(layerwise_client.py).
-
 The inference rank creates the compressed KV from its own keys, and refreshes it when many exact tokens follow it. While no rank has the
 request's keys, the request reads the selection made at that time.
 
-Ranks that hold values send K and V of selected tokens that the compressed KV lacks. The compressed KV then stores rows. Its *record* lists
-the tokens of these rows (exchange_buffer.py). The full KV may then be freed (prefix_cache/remote_only.py). Without full KV, compressed KV
-is refreshed after the rank was sent the tokens to cover: the newest tokens replace the previous newest ones. If the rank has no free blocks
-for them, the compressed KV keeps its covered tokens. If the process has ended, the request is lost and must be computed again.
+Ranks that hold values send rows (exchange_buffer.py), so that the full KV may be freed (prefix_cache/remote_only.py). Without full KV,
+compressed KV is refreshed after the rank was sent the tokens to cover: the newest tokens replace the previous newest ones. If the rank has
+no free blocks for them, the compressed KV keeps its covered tokens. If the process has ended, the request must be computed again.
 """
 
 from collections import Counter
