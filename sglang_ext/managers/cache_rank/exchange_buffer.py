@@ -35,7 +35,6 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 # Counters of the device: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of
 # waiting, and applied rows of K and V.
 DEVICE_COUNTERS = ("taken", "late", "unasked", "waited", "rows")
-ALL_LAYERS = slice(None)
 # Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
 
@@ -90,7 +89,7 @@ class QueryUpload(NamedTuple):
     lane: int
     word: int
     record: torch.Tensor | None = None
-    layers: slice = ALL_LAYERS
+    layers: slice = slice(None)
 
 
 class SelectionTarget(NamedTuple):
