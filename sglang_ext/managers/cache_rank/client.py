@@ -124,7 +124,7 @@ class CacheRankClient(AsyncSelector):
         return request is not None and request.held >= compressed_kv.get(row).covered
 
     def _lacks_keys(self, compressed_kv: CompressedKVSource, row: int) -> bool:
-        """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
+        """Whether the request is at a rank that lacks some of its keys, and a staging slot is free to send them."""
         request = self._served_request(row)
         return request is not None and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
 

@@ -151,8 +151,8 @@ class SelectionRunner:
     ) -> tuple[BatchInputs, Callable[[], None]]:
         """Copy the inputs of a batch to the device. Also return what launches the kernels that answer its published selection requests.
 
-        ``asks``, with their ``words``, are for the same layers with equal numbers of queries and equal ``ahead``, one per lane. With ``again``,
-        batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
+        ``asks``, with their ``words``, are for the same layers with equal numbers of queries and equal ``ahead``, one per lane. With ``again``
+        they are whole batches before they are published, whose shape is frequent, so that a graph pays. Otherwise they are published.
         """
         # Checks that the lanes hold the tokens, before memory is allocated.
         places = [self._token_slots(ask) for ask in asks]
