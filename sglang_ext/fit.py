@@ -63,11 +63,6 @@ class TextPiece:
     tokens: tuple[int, ...]
     path: Path
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the file of its samples exists and is complete."""
-        return self.path.exists() and is_whole(self.path)
-
 
 @dataclass(frozen=True)
 class Sampler:
@@ -305,7 +300,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     parts = split_texts(texts, args.held_out)
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
     with show_progress(console) as begin:
-        if missing := [piece for pieces in texts for piece in pieces if not piece.is_sampled]:
+        if missing := [piece for pieces in texts for piece in pieces if not (piece.path.exists() and is_whole(piece.path))]:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
             # Each token is computed once, and repeated once.
             advance = begin("scores of texts", 2 * sum(len(piece.tokens) for piece in missing), "tokens")

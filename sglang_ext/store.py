@@ -83,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Run the command. Returns the exit code: 0, 1 if pages are damaged, 2 for an error."""
-    args, console, codes = parser().parse_args(arguments), console or Console(), []
+    args, console = parser().parse_args(arguments), console or Console()
 
-    def work() -> None:
+    def work() -> int:
         with ExitStack() as args.opened, _errors_of(args.url):
-            codes.append(COMMANDS[args.command](args, console))
+            return COMMANDS[args.command](args, console)
 
-    return exit_code("store", work, console) or codes[0]
+    return exit_code("store", work, console)
 
 
 def serve_pages(args: argparse.Namespace, console: Console) -> int:

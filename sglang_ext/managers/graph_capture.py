@@ -38,8 +38,7 @@ def capture_verify_graphs(
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
     with queries.capturing(tokens):
         captured = [capture(model_runner, width, own) for width in widths]
-        for width in options.wide_verify_widths(args):
-            captured.append(capture(model_runner, width, own, options.MAX_WIDE_REQUESTS))
+        captured += [capture(model_runner, width, own, options.MAX_WIDE_REQUESTS) for width in options.wide_verify_widths(args)]
     return VerifyGraphSet(captured)
 
 

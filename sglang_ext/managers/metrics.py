@@ -121,15 +121,6 @@ class KVMetrics(MetricSet):
             made._accept_length = histogram.labels(made.model_name)
         return made
 
-    def _set_total(self, name: str, value: float, *label: str) -> None:
-        """Set a gauge to ``value``, or increase a counter to the total ``value``."""
-        before = self._last_totals.get((name, *label), 0)
-        if name in self._gauges:
-            self._gauges[name].labels(self.model_name, *label).set(value)
-        elif value != before:
-            self.count(name, value - before, *label)
-        self._last_totals[name, *label] = value
-
     def count_verify(self, num_tokens: int) -> None:
         """Count a verification that gave ``num_tokens`` output tokens, with the bonus token."""
         self.count("verifies", 1)
@@ -165,4 +156,8 @@ class KVMetrics(MetricSet):
     def observe(self, values: Iterable[tuple]) -> None:
         """Report values of features (``MetricValue`` in feature.py): the current ones of gauges, the totals of counters."""
         for name, value, *label in values if self._gauges else ():
-            self._set_total(name, value, *label)
+            if name in self._gauges:
+                self._gauges[name].labels(self.model_name, *label).set(value)
+            elif value != (before := self._last_totals.get((name, *label), 0)):
+                self.count(name, value - before, *label)
+                self._last_totals[name, *label] = value

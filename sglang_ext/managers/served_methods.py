@@ -58,12 +58,12 @@ class ServedMethods:
 
     @property
     def window(self) -> int:
-        """Upper limit of the newest queries by which a method scores keys."""
+        """Maximum number of newest queries that a method needs to score keys."""
         return max(method.compressor.window for method in self.methods)
 
     @property
     def selection_interval(self) -> int:
-        """Upper limit of the selection interval in steps; 0 if no method selects by the queries of steps."""
+        """Maximum selection interval in steps; 0 if no method selects by the queries of steps."""
         return max(method.compressor.every for method in self.methods)
 
     def buffers(self, args: KVServerArgs, pool: KVCache) -> tuple[KVBuffers, KeyDerivedData | None]:

@@ -60,17 +60,16 @@ def check_folder(flag: str, path: Path) -> None:
         ) from error
 
 
-def exit_code(name: str, work: Callable[[], None], console: Console) -> int:
-    """Run ``work``. Returns 0 if it is done, 2 for an error in its input, which is shown, and 130 if it was interrupted."""
+def exit_code(name: str, work: Callable[[], int | None], console: Console) -> int:
+    """Run ``work``. Returns its exit code, None for 0; 2 for an error in its input, which is shown; and 130 if it was interrupted."""
     try:
-        work()
+        return work() or 0
     except (CommandError, OptionError) as error:
         console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print(f"{name}: interrupted; run it again for the rest")
         return 130
-    return 0
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     world.step()
     assert world.steps.missed["ended"] >= 1
     world.until(lambda: world.steps.ready == 1)
-    assert world.steps.starts == 2
+    assert world.steps.processes[1] == 2
     world.steps.max_wait_seconds = 2.0
     world.step(), world.step()
     assert led_as_chosen(world, 1, 200)

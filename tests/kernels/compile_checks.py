@@ -28,7 +28,7 @@ from sglang_ext.layers.kernels.packed import integer_prefill, pack_blocks, packe
 from sglang_ext.layers.kernels.packed.prompt_codes import PromptCodes, prompt_codes
 from sglang_ext.layers.kernels.lynx import triton_codec as codec, residual_pages
 from sglang_ext.layers.kernels.lynx.layout import PageLayout, PageTensors
-from sglang_ext.managers.cache_rank.protocol import BLOCK, SelectionRequest, Attached
+from sglang_ext.managers.cache_rank.protocol import Attached, BLOCK, Lease, SelectionRequest
 from sglang_ext.mem_cache.compressed.layouts.pointers import PagePointerLayout, PointerLayout, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.layouts.ragged_heads import RaggedHeadLayout
 from sglang_ext.mem_cache.compressed.key_derived_data import PageExtremes
@@ -277,7 +277,7 @@ def check_any_length(compiled):
         begin, met = len(compiled), set()
         for length in (1, 1024, 1025, 2048, 2049, 4097, 8191, 10000, 16385, 32767, 32768, 32769, 40000):
             ask = SelectionRequest(0, 0, pair.shape.layers, 1, length, min(length, 99), (length,))
-            rank._answering.hold(0, torch.zeros(length, dtype=torch.int64))
+            rank._store.lease(Lease(0, 0, (0,) * -(-length // BLOCK)))
             _, launch = rank._answering.prepare([ask], [1])
             launch()
             rank._answering.forget(0)

@@ -139,7 +139,8 @@ def marked_parts(chosen, logits, keeps, table, buffers, like):
     numbers = torch.tensor([[i, 100, keep, 0] for i, keep in enumerate(keeps)], device=device)
     contexts, parts = SelectionContexts(table, numbers, (100,) * count, (4, 0)), []
     for where in (*((slice(0, 1), slice(i, i + 1)) for i in range(count)), (slice(1, layers), slice(0, count))):
-        given = rows[where].reshape(-1, 128).to(device)
+        # With one KV head, a reshaped part would be a view whose rows share memory.
+        given = rows[where].reshape(-1, 128).contiguous().to(device)
         left = given, torch.zeros(len(given), 1, device=device), torch.ones(len(given), 1, device=device)
         of_part, sizes = words[where].reshape(-1, 4).clone(), (where[0].start, where[1].start, where[1].stop - where[1].start, 1)
         marked = MarkedTokens(contexts, (buffers.key_table, like), sizes, len(of_part) // heads, group, left, of_part)
@@ -363,9 +364,9 @@ class RowPair(Pair):
 def check_rows(device):
     """Of several shapes; an answer has room for all that comes, for some, and for one row of a head; then programs take turns."""
     # Without a GPU the room for some rows is checked below.
-    shapes = ((40, torch.float32, 24), (1, torch.float16, 40), (3, torch.bfloat16, 64))
-    for fresh, dtype, dim in some(shapes, device):
-        rows(device, fresh, dtype, dim)
+    shapes = ((40, torch.float32, 24, 2), (1, torch.float16, 40, 1), (3, torch.bfloat16, 64, 2))
+    for fresh, dtype, dim, heads in some(shapes, device):
+        rows(device, fresh, dtype, dim, heads)
     with patch.multiple(row_exchange, COPYING=3, COPIED=4, LOOKED_AT=8, WORDS=2, COUNTED=4):
         for fresh in (3, 40)[: 2 if device == "cuda" else 1]:
             rows(device, fresh, torch.float32, 24)

@@ -72,14 +72,12 @@ class CompressedDecodeGraphs(DecodeCudaGraphRunner):
             self.execute(forward.decode_batch(*dummy_batch(requests, 1, self.model_runner.device)))
 
 
-def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.AttentionOverride | None:
+def create_attention(model_runner: "ModelRunner", layout: KVLayout) -> forward.AttentionOverride:
     """Create the attention over compressed KV on a GPU; with graphs for SGLang's list of batch sizes, if SGLang captured its own.
 
-    ``model_runner`` is the target's, while SGLang treats it as one of plain decoding (verify_graphs.py). Returns None if compressed KV
-    consists of plain tokens, which the model's own attention reads. Raises OptionError if the kernel does not support the model's heads.
+    ``model_runner`` is the target's, while SGLang treats it as one of plain decoding (verify_graphs.py). ``layout``: one of
+    :data:`LAYOUT_READERS`. Raises OptionError if the kernel does not support the model's heads.
     """
-    if type(layout) not in LAYOUT_READERS:
-        return None
     backend = LAYOUT_READERS[type(layout)].decode(model_runner, layout)
     if model_runner.decode_cuda_graph_runner is None:
         backend.compile_kernels()

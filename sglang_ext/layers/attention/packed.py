@@ -1,16 +1,8 @@
 """Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of draft steps (decode_backend.py).
 
-In PyTorch, queries are multiplied with the codes, and scales are applied outside of the products:
-
-- a scale for each channel of a group of tokens: ``q . (s * c + z) = (q * s) . c + q . z``
-- a scale for each token: ``q . (s_t * c_t + z_t) = s_t * (q . c_t) + z_t * sum(q)``
-
-Values are handled likewise: their weights take the scales. If numbers were rotated before they were quantized, the queries are rotated, too,
-and sums of rotated values are rotated back.
-
-Other blocks are dequantized. For blocks with outliers, with keys from before rotary embedding, or with scales that tokens and channels
-share, no such products exist. For values that share scales along tokens, there is one product per group, which takes longer. Blocks
-with sums are multiplied as integers, with queries and weights in 8 bits (layers/kernels/packed/integer_attention.py).
+In PyTorch, blocks are dequantized, except blocks with sums: they are multiplied as integers, with queries and weights in 8 bits
+(layers/kernels/packed/integer_attention.py). If numbers were rotated before they were quantized, the queries are rotated, too, and sums of
+rotated values are rotated back.
 """
 
 from collections.abc import Callable
@@ -21,9 +13,8 @@ import torch
 from sglang_ext.layers.attention.decode_backend import CompressedDecode
 from sglang_ext.layers.kernels.packed.integer_attention import Partitioned, product, quantize_partitions
 from sglang_ext.layers.kernels.packed.packed_decode import choose_splits, max_resident_programs, packed_decode
-from sglang_ext.mem_cache.compressed.layouts.block_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressed.layouts.block_layout import Quantized
 from sglang_ext.mem_cache.compressed.layouts.quantized_blocks import Packing, QuantizedLayout
-from sglang_ext.mem_cache.compressors.quantizer import code_values
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -90,43 +81,19 @@ def attend_packed_and_exact(
 
 
 def _packed_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
-    """Products with packed keys, as :func:`key_scores`."""
+    """Products of ``rows``, float32 [heads, rows, dim], with packed keys: [heads, rows, tokens]."""
     if packing.keys.sums:
         partition = packing.keys.grid.channels
         return product(quantize_partitions(rows, partition), partitions_of_keys(block), partition)
-    if packing.keys.plain and 1 in packing.keys.grid:
-        return key_scores(rows, block, packing.keys.grid, levels)
     return rows @ packing.dequantize(block, packing.keys, levels).mT
 
 
 def _packed_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
-    """Sums of packed values, as :func:`weighted_values`."""
+    """Sums of packed values with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
     if packing.values.sums:
         partition = packing.values.grid.tokens
         return product(quantize_partitions(weights, partition), partitions_of_values(block), partition)
-    if packing.values.plain and packing.values.grid.tokens == 1:
-        return weighted_values(weights, block, levels)
     return weights @ packing.dequantize(block, packing.values, levels)
-
-
-def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
-    """Products of ``rows``, float32 [heads, rows, dim], with keys packed by channel or by token: [heads, rows, tokens]."""
-    heads, count, dim = rows.shape
-    numbers = code_values(block.codes, levels)
-    if grid.channels == 1:
-        scale, zero = (part.reshape(heads, -1, 1, dim) for part in (block.scale, block.zero))
-        groups = rows[:, None] * scale @ numbers.reshape(heads, -1, grid.tokens, dim).mT + (rows[:, None] * zero).sum(-1, True)
-        return groups.transpose(1, 2).reshape(heads, count, -1)
-    numbers, scale, zero = _by_token(numbers, block)
-    parts = rows.unflatten(-1, (numbers.shape[1], -1)).transpose(1, 2)
-    return (parts @ numbers.mT * scale + parts.sum(-1, True) * zero).sum(1)
-
-
-def weighted_values(weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
-    """Sums of values packed by token with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
-    numbers, scale, zero = _by_token(code_values(block.codes, levels), block)
-    weights = weights[:, None]
-    return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
 
 
 def partitions_of_keys(block: Quantized) -> Partitioned:
@@ -139,13 +106,6 @@ def partitions_of_values(block: Quantized) -> Partitioned:
     """Values in partitions of tokens, as rows of their channels: [heads, dim, tokens]."""
     parts = (part.flatten(1, 2).mT for part in (block.scale, block.zero, block.sums.float()))
     return Partitioned(block.codes.flatten(1, 2).mT.to(torch.int8), *parts)
-
-
-def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split blocks with scales by token: numbers [heads, groups, tokens, channels]; scales and zeros [heads, groups, 1, tokens]."""
-    heads, groups = len(numbers), block.scale.shape[-1]
-    scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
-    return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
 
 
 def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
@@ -175,7 +135,6 @@ class PackedDecode(CompressedDecode):
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """As :meth:`CompressedDecode.attend`."""
         pool, packed, table = self.token_to_kv_pool, self.layout, self.req_to_token_pool.req_to_token
         buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
         return packed_decode(packed.layout, queries, *buffers, table, rows, lengths, packed.counts, scaling, splits)

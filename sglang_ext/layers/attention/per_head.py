@@ -98,7 +98,6 @@ class RaggedHeadsDecode(CompressedDecode):
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """As :meth:`CompressedDecode.attend`."""
         table = self.req_to_token_pool.req_to_token
         return ragged_decode(self.layout, self.layers[layer_id], queries, table, rows, lengths, scaling, splits)
 
@@ -149,13 +148,11 @@ class PointerDecode(CompressedDecode):
     layout: PointerLayout
 
     def splits(self, requests: int) -> tuple[int, int]:
-        """As :meth:`CompressedDecode.splits`."""
         return pointer_split_counts(requests * self.kv_heads, self.min_parts)
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """As :meth:`CompressedDecode.attend`."""
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
         return pointer_decode(self.layout, queries, keys, values, table, rows, lengths, scaling, splits, self.finished_parts)
@@ -176,7 +173,6 @@ class PagesDecode(PointerDecode):
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
-        """As :meth:`CompressedDecode.attend`."""
         layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
         # Make them contiguous once for both kernels. Attention begins while pages of the last heads are selected, so keep ``bounds`` until
         # attention is launched.

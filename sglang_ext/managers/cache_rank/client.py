@@ -6,16 +6,12 @@
 3. Apply: a later step waits for the selection, up to a limit, and points the compressed KV to the selected tokens. If the selection is
    late, the request keeps its previous one.
 
-On a GPU, the device orders the phases, step by step (stepwise_client.py). On a CPU, the host orders them, pack by pack of layers
-(layerwise_client.py).
-
 The inference rank creates the compressed KV from its own keys, and refreshes it when many exact tokens follow it. While no rank has the
 request's keys, the request reads the selection made at that time.
 
-Ranks that hold values send K and V of selected tokens that the compressed KV lacks. The compressed KV then stores rows. Its *record* lists
-the tokens of these rows (exchange_buffer.py). The full KV may then be freed (prefix_cache/remote_only.py). Without full KV, compressed KV
-is refreshed after the rank was sent the tokens to cover: the newest tokens replace the previous newest ones. If the rank has no free blocks
-for them, the compressed KV keeps its covered tokens. If the process has ended, the request is lost and must be computed again.
+Ranks that hold values send rows (exchange_buffer.py), so that the full KV may be freed (prefix_cache/remote_only.py). Without full KV,
+compressed KV is refreshed after the rank was sent the tokens to cover: the newest tokens replace the previous newest ones. If the rank has
+no free blocks for them, the compressed KV keeps its covered tokens. If the process has ended, the request must be computed again.
 """
 
 from collections import Counter
@@ -78,18 +74,8 @@ class CacheRankClient(AsyncSelector):
         return sum(link.ready for link in self.links)
 
     @property
-    def starts(self) -> int:
-        """Number of processes started."""
-        return sum(link.epoch for link in self.links)
-
-    @property
     def processes(self) -> tuple[int, int]:
-        return self.ready, self.starts
-
-    @property
-    def slowest(self) -> float:
-        """Duration of the last selection, of a pack of layers or a step, at the slowest rank, in seconds."""
-        return max((link.seconds for link in self.links), default=0.0)
+        return self.ready, sum(link.epoch for link in self.links)
 
     @property
     def held_tokens(self) -> int:
@@ -138,7 +124,7 @@ class CacheRankClient(AsyncSelector):
         return request is not None and request.held >= compressed_kv.get(row).covered
 
     def _lacks_keys(self, compressed_kv: CompressedKVSource, row: int) -> bool:
-        """Whether the rank lacks keys of a request that it has begun, and a staging slot is free to send some."""
+        """Whether the request is at a rank that lacks some of its keys, and a staging slot is free to send them."""
         request = self._served_request(row)
         return request is not None and request.leases.link.has_free_place and not self._has_keys(compressed_kv, row)
 

@@ -1,22 +1,19 @@
 """Exchange buffer: memory of the inference rank that a cache rank maps. Queries and keys are sent one way, selected tokens the other.
 
-On a GPU the buffer is allocated apart from PyTorch's memory, and its CUDA IPC handle is sent to the cache rank. On a CPU it is anonymous
-shared memory, whose descriptor the rank's process inherits, and PyTorch does the work of the kernels. Both sides count *words* in it
-(layers/kernels/exchange_kernels.py). Words name the epoch, so the buffer outlives the rank's processes: a late write of an earlier
-process is not accepted as a reply.
-
-On a GPU a selection request covers all layers. On a CPU it may cover a *pack* of layers, with its own words (:meth:`BufferShape.entry`).
+On a GPU its CUDA IPC handle is sent to the cache rank. On a CPU it is anonymous shared memory, whose descriptor the rank's process
+inherits, and PyTorch does the work of the kernels. Both sides count *words* in it (layers/kernels/exchange_kernels.py). Words name the
+epoch, so the buffer outlives the rank's processes: a late write of an earlier process is not accepted as a reply. On a GPU a selection
+request covers all layers. On a CPU it may cover a *pack* of layers, with its own words (:meth:`BufferShape.entry`).
 
 If ranks hold full KV, values are sent too. The rank sends back rows of K and V (layers/kernels/row_exchange.py) for the selected tokens that
-the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows. The client copies the record
-to the buffer when it publishes a selection request. A record changes when a selection is applied and when the request's compressed KV is
-refreshed. After such a change, replies to older selection requests are not applied: the host expects only the newest reply, and the device
-publishes the next request after it. A late rank may read a record that is partly newer, but the device does not apply its reply.
+the compressed KV lacks. To find these, it reads the *record* of the compressed KV, the positions of its rows, which the client copies to the
+buffer with a selection request. A record changes when a selection is applied and when compressed KV is refreshed. After such a change,
+replies to older selection requests are not applied. So a late rank may read a record that is partly newer, and the rank does not have to
+know which of its replies were applied.
 
-So the rank does not have to know which of its replies were applied. A late or missing reply costs only its rows. A restarted process
-begins with the positions that the compressed KV holds. A lane has only one slot for a record and one slot for rows, because the device
-reads only the rows of the newest selection request. The rank sends the rows with the highest scores if not all rows fit. The compressed KV
-always matches its record, but may hold tokens of older selections.
+A late or missing reply costs only its rows. The rank sends the rows with the highest scores if not all rows fit. The compressed KV always
+matches its record, but may hold tokens of older selections. A lane has one slot for a record and one for rows, because the device reads
+only the rows of the newest selection request.
 """
 
 import math
@@ -38,7 +35,6 @@ from sglang_ext.mem_cache.compressed.layouts.pointers import as_pointers
 # Counters of the device: applied selections, late ones, selection requests not written because their slot was in use, nanoseconds of
 # waiting, and applied rows of K and V.
 DEVICE_COUNTERS = ("taken", "late", "unasked", "waited", "rows")
-ALL_LAYERS = slice(None)
 # Bytes of a CUDA IPC handle.
 HANDLE_BYTES = 64
 
@@ -93,7 +89,7 @@ class QueryUpload(NamedTuple):
     lane: int
     word: int
     record: torch.Tensor | None = None
-    layers: slice = ALL_LAYERS
+    layers: slice = slice(None)
 
 
 class SelectionTarget(NamedTuple):

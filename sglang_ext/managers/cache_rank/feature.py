@@ -285,11 +285,12 @@ class CacheRanks(Feature):
 
 def rank_values(client: CacheRankClient, remote_only: RemoteOnlyKV | None) -> Iterator[MetricValue]:
     """Values of the metrics of cache ranks. ``remote_only``: the full KV that was freed; None if full KV stays."""
-    yield "cache_ranks_ready", client.ready
+    ready, starts = client.processes
+    yield "cache_ranks_ready", ready
     yield "cache_rank_tokens", client.held_tokens
-    yield "choosing_seconds", client.slowest
+    yield "choosing_seconds", max(link.seconds for link in client.links)
     yield "selection_steps", client.interval
-    yield "cache_rank_starts", client.starts
+    yield "cache_rank_starts", starts
     yield "selections", client.taken
     yield "selection_wait_seconds", client.waited
     yield "selection_rows", client.rows

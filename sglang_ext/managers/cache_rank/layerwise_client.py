@@ -7,8 +7,7 @@ A pack is published as soon as the queries of its last layer are computed, if it
 for it while the model computes the other packs. When the next step's attention reaches the pack, the host waits for the reply message, at
 most :data:`~.client.WAIT_SECONDS` per step. After the first late selection, the step waits for no others.
 
-While no rank can take a request whose full KV is here, it reads its full KV. With ``--kv-bench-timeline``, :class:`PackTimeline` records the
-events of each pack, for benchmarks.
+While no rank can take a request whose full KV is here, it reads its full KV.
 """
 
 import time

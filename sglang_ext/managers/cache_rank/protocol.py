@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from sglang_ext.managers.kv_transfer.wire import make_decoder
+from sglang_ext.managers.kv_transfer.wire import Message, make_decoder
 
 VERSION = 9
 MAX_MESSAGE_BYTES = 1 << 20
@@ -49,11 +49,7 @@ def epoch_word(epoch: int, number: int) -> int:
     return (epoch << NUMBER_BITS) + number
 
 
-class RankMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class BufferShape(RankMessage):
+class BufferShape(Message):
     """Sizes of the memory that the inference rank shares with one cache rank.
 
     Attributes:
@@ -153,14 +149,14 @@ class ExchangeLayout:
         return tuple(memory[part.begin : end].view(part.dtype).view(part.sizes) for part, end in bounds)
 
 
-class RotaryParameters(RankMessage):
+class RotaryParameters(Message):
     """The model's rotary embedding: frequency of each pair in radians per token, and whether the entries of a pair are adjacent."""
 
     frequencies: Annotated[tuple[float, ...], Meta(max_length=1 << 12)]
     interleaved: bool
 
 
-class Attach(RankMessage, tag="attach"):
+class Attach(Message, tag="attach"):
     """The first message to a cache rank: its configuration.
 
     Attributes:
@@ -187,7 +183,7 @@ class Attach(RankMessage, tag="attach"):
     apart: bool = False
 
 
-class Lease(RankMessage, tag="lease"):
+class Lease(Message, tag="lease"):
     """Assigns blocks, in token order, to the request in a lane, starting at its block ``first``. 0 begins a request."""
 
     lane: Lane
@@ -195,7 +191,7 @@ class Lease(RankMessage, tag="lease"):
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS_PER_LEASE)]
 
 
-class KeyPiece(RankMessage):
+class KeyPiece(Message):
     """Keys of ``tokens`` tokens of a block, starting at its token ``offset``, in staging slot ``place``. With :attr:`BufferShape.rows`
     also their values."""
 
@@ -213,14 +209,14 @@ class StagedTokens(NamedTuple):
     first: int
 
 
-class Append(RankMessage, tag="append"):
+class Append(Message, tag="append"):
     """Keys are in staging slots. They are complete once the written word reaches ``number``."""
 
     pieces: Annotated[tuple[KeyPiece, ...], Meta(min_length=1, max_length=MAX_PLACES)]
     number: Written = 0
 
 
-class SelectionRequest(RankMessage, tag="ask"):
+class SelectionRequest(Message, tag="ask"):
     """Asks for the tokens of a request's next step. A step wrote the queries of layers ``first`` to ``first + count``.
 
     With :attr:`BufferShape.rows`, the positions whose rows the compressed KV holds are stored with the queries. The rank replies with the
@@ -249,33 +245,33 @@ class SelectionRequest(RankMessage, tag="ask"):
     together: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
 
 
-class Free(RankMessage, tag="free"):
+class Free(Message, tag="free"):
     """The request in a lane has ended."""
 
     lane: Lane
 
 
-class RankPing(RankMessage, tag="ping"):
+class RankPing(Message, tag="ping"):
     """Asks for an immediate heartbeat."""
 
     number: Sequence
 
 
-class Attached(RankMessage, tag="attached"):
+class Attached(Message, tag="attached"):
     """The rank is ready. ``layer_seconds``: time of one layer's selection among :data:`~.selection_server.PROBE_TOKENS` tokens."""
 
     epoch: Epoch
     layer_seconds: Annotated[float, Meta(ge=0)]
 
 
-class AttachRefused(RankMessage, tag="refused"):
+class AttachRefused(Message, tag="refused"):
     """The rank cannot serve this configuration, and ends."""
 
     epoch: Epoch
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
-class SelectionReply(RankMessage, tag="answer"):
+class SelectionReply(Message, tag="answer"):
     """Outcome of a :class:`SelectionRequest`: selected tokens are in the exchange buffer, or a newer selection request replaced it.
 
     Attributes:
@@ -298,14 +294,14 @@ class SelectionReply(RankMessage, tag="answer"):
     together: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
 
 
-class PlacesFreed(RankMessage, tag="taken"):
+class PlacesFreed(Message, tag="taken"):
     """The rank has copied the keys of these staging slots, so the slots are free."""
 
     epoch: Epoch
     places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_PLACES)], ...], Meta(min_length=1, max_length=MAX_PLACES)]
 
 
-class Heartbeat(RankMessage, tag="beat"):
+class Heartbeat(Message, tag="beat"):
     """Heartbeat of the rank. ``number`` is the number of the ping that it answers; 0 for no ping."""
 
     epoch: Epoch

@@ -23,9 +23,10 @@ from sglang_ext.managers.cache_rank.key_store import KeyStore
 from sglang_ext.managers.cache_rank.mapped_exchange_buffer import MappedExchangeBuffer
 from sglang_ext.managers.cache_rank.protocol import QUESTION_NUMBERS
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.compressor import top_positions
 from sglang_ext.mem_cache.compressors.step_selectors import Spade, attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuSelector, ReadQueryBatch
-from sglang_ext.mem_cache.selection.scoring import mark_always, top_tokens
+from sglang_ext.mem_cache.selection.scoring import mark_always
 
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.select_tokens import SelectionContexts
@@ -134,20 +135,15 @@ class SelectionRunner:
         self._row_streams = SideStream(device, first=True), SideStream(device, first=True)
         # Slots of each lane's tokens, int32.
         self._lane_slots: dict[int, torch.Tensor] = {}
-        # Frequent shapes, newest last, and batches of each shape, including shapes no longer kept. `_rare` is of the last other shape.
+        # Inputs of recent shapes, newest last, and frequent batches of each shape, including shapes no longer kept.
         self._known: dict[BatchShape, BatchInputs] = {}
         self._batch_counts: Counter[BatchShape] = Counter()
-        self._rare: BatchInputs | None = None
         self._num_batches = 0
-
-    def hold(self, lane: int, places: torch.Tensor) -> None:
-        """Set the slots of a lane's tokens, int64 [tokens]."""
-        self._lane_slots[lane] = places.int()
 
     def forget(self, lane: int) -> None:
         """Forget the slots of a lane's tokens."""
         self._lane_slots.pop(lane, None)
-        for known in (*self._known.values(), *filter(None, [self._rare])):
+        for known in self._known.values():
             known.lanes = None
 
     def prepare(
@@ -155,15 +151,13 @@ class SelectionRunner:
     ) -> tuple[BatchInputs, Callable[[], None]]:
         """Copy the inputs of a batch to the device. Also return what launches the kernels that answer its published selection requests.
 
-        ``asks``, with their ``words``, are for the same layers with equal numbers of queries and equal ``ahead``, one per lane. With ``again``,
-        batches of this shape are frequent, so that a graph pays. Otherwise the selection requests are already published.
+        ``asks``, with their ``words``, are for the same layers with equal numbers of queries and equal ``ahead``, one per lane. With ``again``
+        they are whole batches before they are published, whose shape is frequent, so that a graph pays. Otherwise they are published.
         """
         # Checks that the lanes hold the tokens, before memory is allocated.
         places = [self._token_slots(ask) for ask in asks]
         form = BatchShape.build(asks, self._memory.shape.most)
-        kept = self._known.get(form)
-        # A recorded graph also serves published selection requests.
-        inputs = self._inputs(form, again or (kept is not None and kept.replay is not None))
+        inputs = self._inputs(form)
         inputs.fill(asks, [self._memory.shape.entry(ask.lane, ask.first) for ask in asks], words)
         if not again:
             inputs.there.fill_(1)
@@ -178,12 +172,8 @@ class SelectionRunner:
             inputs.read = self._rotary.cached_rotations()
         return inputs, inputs.replay or (lambda: self._launch_without_graph(inputs))
 
-    def _inputs(self, form: BatchShape, again: bool) -> BatchInputs:
-        """Return the inputs of a shape. Those of shapes that are not frequent are kept until another one is needed."""
-        if not again:
-            if self._rare is None or self._rare.form != form:
-                self._rare = BatchInputs.build(form, self._device)
-            return self._rare
+    def _inputs(self, form: BatchShape) -> BatchInputs:
+        """Return the inputs of a shape. Of shapes without a graph, the newest ones are kept."""
         known = self._known[form] = self._known.pop(form, None) or BatchInputs.build(form, self._device)
         self._num_batches += 1
         known.last = self._num_batches
@@ -262,26 +252,24 @@ class SelectionRunner:
 
     def _answer(self, inputs: BatchInputs, beside: bool = False) -> None:
         """Run a batch. ``beside``: with rows, send those of some layers while tokens of the next layers are selected."""
-        memory, asked, there, form = self._memory, inputs.asked, inputs.there, inputs.form
-        if self._store.sent is None:
-            memory.push_chosen(asked, there, self._select_positions(inputs))
-        elif self._by_kernels:
+        memory, asked, there, held = self._memory, inputs.asked, inputs.there, self._store.sent
+        if not self._by_kernels:
+            chosen, bits = self._select_on_cpu(inputs)
+            if held is None:
+                memory.push_chosen(asked, there, chosen)
+            else:
+                memory.push_rows_on_cpu(asked, there, chosen, bits, inputs.table, held)
+        else:
+            # Records are copied while queries are.
             streams, begun = (self._row_streams, current_event(self._device)) if beside else ((INLINE, INLINE), None)
             choice, *among = self._build_selector(inputs)
-            with streams[0].after(begun):
-                records = memory.records(asked, form.most)
-            parts = choice.marked(*among, beside=beside)
-            memory.push_rows(asked, there, parts, records, self._store.sent, streams)
-        else:
-            memory.push_rows_on_cpu(asked, there, *self._select_on_cpu(inputs), inputs.table, self._store.sent)
+            if held is None:
+                memory.push_chosen(asked, there, choice.choose(*among, most=inputs.form.most))
+            else:
+                with streams[0].after(begun):
+                    records = memory.records(asked, inputs.form.most)
+                memory.push_rows(asked, there, choice.marked(*among, beside=beside), records, held, streams)
         memory.answer(asked, there)
-
-    def _select_positions(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return positions, int32 [layers, requests, kv_heads, most], ascending. The first ``keep`` of each request are valid."""
-        if not self._by_kernels:
-            return self._select_on_cpu(inputs)[0]
-        choice, *among = self._build_selector(inputs)
-        return choice.choose(*among, most=inputs.form.most)
 
     def _build_selector(self, inputs: BatchInputs) -> tuple[GpuSelector, "SelectionContexts", ReadQueryBatch, torch.Tensor, int]:
         """Return the kernel selector with its arguments: contexts, queries, their positions, and ``ahead``."""
@@ -302,7 +290,10 @@ class SelectionRunner:
         return self._memory.pull_queries(inputs.asked, inputs.form.queries, inputs.form.layers).transpose(2, 3)
 
     def _select_on_cpu(self, inputs: BatchInputs) -> torch.Tensor:
-        """Return positions, as :meth:`_select_positions`, and bits of their scores, by PyTorch: [2, ...]."""
+        """Return positions and bits of their scores, by PyTorch: int32 [2, layers, requests, kv_heads, most].
+
+        The first ``keep`` of each request are valid; their positions are ascending.
+        """
         form, queries = inputs.form, self._queries(inputs)
         found = [self._select_request_on_cpu(inputs, i, queries[i, None]) for i in range(form.count)]
         return torch.stack([torch.nn.functional.pad(each, (0, form.most - each.shape[-1])) for each in found], -3)
@@ -315,6 +306,6 @@ class SelectionRunner:
         first = inputs.form.first
         layers = enumerate(zip(predicted.unbind(1), buffers.scaling[first : first + inputs.form.layers]), first)
         scores = torch.stack([attention(query, buffers.scoring_keys(at, places), scaling) for at, (query, scaling) in layers])
-        kept = top_tokens(scores[None], keep, self._method.sinks, self._method.recent)[0]
         marked = mark_always(scores, self._method.sinks, self._method.recent)
+        kept = top_positions(marked, keep)
         return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])

@@ -195,10 +195,11 @@ class SelectionServer:
         shape = self._memory.shape
         keep = max(1, min(shape.most, tokens // 8))
         request = protocol.SelectionRequest(0, 0, shape.layers, 0, tokens, keep, tuple(range(shape.window)))
-        self._answering.hold(0, torch.arange(tokens, device=self._device) % cleared)
+        self._store.lease(protocol.Lease(0, 0, tuple(index % (cleared // BLOCK) for index in range(-(-tokens // BLOCK)))))
         inputs, launch = self._answering.prepare([request], [self._word(request)], again=True)
         self._memory.await_words(inputs.asked, inputs.there, epoch_word(self._epoch, 0), AHEAD_SECONDS)()
         launch()
+        self._store.free(0)
         self._answering.forget(0)
 
     def _warm_up_lengths(self, cleared: int) -> None:

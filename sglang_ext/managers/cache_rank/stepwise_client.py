@@ -56,8 +56,8 @@ class StepwiseClient(CacheRankClient):
         self._side, self._launched, self._since = SideStream(token_table.device), None, 0
         self.interval_tuner = IntervalTuner(method.compressor.every)
         self._device_counters = [ExchangeCounters(link.exchange_buffer.counters) for link in self.links]
-        self._method_name = ""
-        self._made: Counter[str] | None = None
+        # Those of the compressed KV, from the first step on.
+        self._num_compressions: Counter[str] = Counter()
 
     @property
     def interval(self) -> int:
@@ -96,15 +96,15 @@ class StepwiseClient(CacheRankClient):
             self.waited += grown["waited"] / 1e9
             self.rows += grown["rows"]
             self.taken += grown["taken"]
-            if self._made is not None and grown["taken"]:
-                self._made[self._method_name] += grown["taken"]
+            if grown["taken"]:
+                self._num_compressions[self._method.full_name(self._method.compressor)] += grown["taken"]
 
     def on_round_start(self, forwards: int, interval: int) -> None:
         """See :meth:`AsyncSelector.on_round_start`. Cache ranks choose their own selection interval."""
         self.interval_tuner.record_round(time.monotonic(), self.waited, forwards)
 
     def on_step_end(self, compressed_kv: CompressedKVSource, ends: dict[int, int], following: int | None) -> None:
-        every, self._made = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
+        every, self._num_compressions = self._selection_interval(compressed_kv, ends), compressed_kv.num_compressions
         if self._launched is not None:
             self._since += 1
             if self._since >= self._queries.extra_queries:
@@ -150,7 +150,6 @@ class StepwiseClient(CacheRankClient):
             request = self._hand_over_keys(compressed_kv, row)
             built = None if request is None else self._build_request(compressed_kv, row, request, self._layers, end, end + every)
             if built is not None:
-                self._method_name = compressed_kv.get(row).method
                 batches[request.leases.link].append((request, *built))
         for link, batch in batches.items():
             exchange_buffer = link.exchange_buffer

@@ -195,7 +195,6 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_and_graphs_of_their_own_wh
         assert worker.model_runner.graph_shared_output == "logits" and not launched
     else:
         assert found.graphs is None and kernel in {name for name, _ in launched} and not replayed, "compiled"
-    assert create_attention(worker.model_runner, PlainLayout()) is None, "plain tokens"
 
 
 def test_on_a_gpu_the_models_own_attention_reads_no_copies(monkeypatch):
@@ -205,6 +204,8 @@ def test_on_a_gpu_the_models_own_attention_reads_no_copies(monkeypatch):
     worker.buffers = SimpleNamespace(on_gpu=True)
     assert type(worker.compressed_attention().backend) is PackedDecode
     assert not vars(worker.model_runner.attn_backend)
+    worker.layout = PlainLayout()
+    assert worker.compressed_attention() is None, "it reads plain tokens"
 
 
 def test_heads_of_different_budgets_are_split_as_finely_as_blocks():

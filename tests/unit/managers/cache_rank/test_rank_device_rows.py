@@ -243,7 +243,7 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
     for row in list(world.copies):
         world.leave(row)
     world.until(lambda: world.steps.held_tokens == 0)
-    assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"] and not world.steps._records
+    assert taken > 5 and world.steps.processes[1] == 1 and not world.steps.missed["wrong"] and not world.steps._records
 
 
 def test_what_ranks_on_gpus_have_no_room_for_or_cannot_send_is_refused_with_a_remedy(monkeypatch):

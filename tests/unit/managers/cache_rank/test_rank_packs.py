@@ -190,7 +190,7 @@ def test_nothing_waits_for_a_rank_that_is_gone_and_the_next_has_the_keys_anew():
     assert world.steps.waited < 2.0 and torch.equal(world.led(1), first) and world.steps.missed["ended"] == 1
     world.until(lambda: ScriptedRank.made[-1] is not rank and (ScriptedRank.made[-1].hear(), world.steps.ready)[1])
     another = ScriptedRank.made[-1]
-    assert another.epoch == rank.epoch + 1 and world.steps.starts == 2 and world.steps.held_tokens == 0
+    assert another.epoch == rank.epoch + 1 and world.steps.processes[1] == 2 and world.steps.held_tokens == 0
     world.step()
     (ask,) = another.asks()
     another.answer(ask, some_of(1, ask))
@@ -344,7 +344,7 @@ def test_a_rank_that_is_killed_costs_choices_until_another_has_the_keys(start):
     world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
-    assert world.steps.starts == 2 and world.links[0].pid != killed and state_of(killed) == "Z"
+    assert world.steps.processes[1] == 2 and world.links[0].pid != killed and state_of(killed) == "Z"
 
 
 def test_a_rank_that_is_stopped_costs_one_wait_a_step_and_is_ended_once_it_is_silent(start):

@@ -244,7 +244,7 @@ def test_an_arena_to_which_more_was_written_than_32_bits_count_goes_on():
         world.step()
         assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
     world.steps.poll()
-    assert world.arenas[0].number > 1 << 32 and not +world.steps.missed and world.steps.starts == 1
+    assert world.arenas[0].number > 1 << 32 and not +world.steps.missed and world.steps.processes[1] == 1
     world.steps.end()
 
 
@@ -352,7 +352,7 @@ def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
     world.step()
     assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
     world.until(lambda: world.steps.ready == 1)
-    assert world.steps.starts == 2 and world.links[0].epoch == 2
+    assert world.steps.processes[1] == 2 and world.links[0].epoch == 2
     world.steps.max_wait_seconds = 20.0
     world.step(), world.step()
     assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
@@ -429,4 +429,4 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
                 assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
-    assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]
+    assert taken > 5 and world.steps.processes[1] == 1 and not world.steps.missed["wrong"]
