@@ -131,10 +131,10 @@ class QuantizedPromptCodec(PageCodec):
 
     def _staging_buffers(self, slots: torch.Tensor) -> KVBuffers:
         """Copy these tokens into the first slots of new buffers, with space for their blocks after them."""
-        kinds, room = [], self.packing.packed_slots(len(slots))
+        kinds, packed = [], self.packing.packed_slots(len(slots))
         for half in self.pool.gather(slots):
             numbers = half.view(self.pool.layers, len(slots), self.pool.heads, -1)
-            kinds.append(torch.cat([numbers, numbers.new_empty(self.pool.layers, room, *numbers.shape[2:])], 1).unbind())
+            kinds.append(torch.cat([numbers, numbers.new_empty(self.pool.layers, packed, *numbers.shape[2:])], 1).unbind())
         return replace(self.buffers, keys=kinds[0], values=kinds[1], codes=None)
 
     def _sizes(self, blocks: int) -> list[int]:
