@@ -1,8 +1,9 @@
 """Codecs of pages: their interface, the size of pages, the codec without encoding, and the hashes that identify pages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple, Self
 
@@ -124,7 +125,13 @@ class RawCodec(PageCodec):
 
     def start(self, page: PlacedPage, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
         """Start to copy the page; there is no residual."""
-        brought = self.pool.copy_to_host(self.pool.gather(page.slots), len(page.slots) * self.pool.bytes_per_token)
+        size = len(page.slots) * self.pool.bytes_per_token
+        if self.pool.device.type == "cpu":
+            content, where = self.pool.blocks.take(size), _slot_index(page.slots)
+            for rows, part in self._views(content, len(page.slots)):
+                part[:] = rows[where]
+            return lambda: EncodedPage(memoryview(content), None)
+        brought = self.pool.copy_to_host(self.pool.gather(page.slots), size)
         return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, anchor: memoryview) -> None:
@@ -132,9 +139,35 @@ class RawCodec(PageCodec):
         tokens, expected = len(page.slots), len(page.slots) * self.pool.bytes_per_token
         if len(anchor) != expected:
             raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+        if self.pool.device.type == "cpu":
+            where = _slot_index(page.slots)
+            for rows, part in self._views(np.frombuffer(anchor, np.uint8), tokens):
+                rows[where] = part
+            return
         content = self.pool.blocks.to_device(anchor).view(self.pool.dtype)
         split = tokens * self.pool.layers * self.pool.heads * self.pool.key_dim
         self.pool.scatter(page.slots, tuple(half.view(self.pool.layers, tokens, -1) for half in (content[:split], content[split:])))
+
+    def _views(self, content: np.ndarray, tokens: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield rows of a pool in host memory, uint8 [slots, width], and their part of a page's bytes, for each tensor."""
+        begin = 0
+        for rows in self._pool_rows:
+            end = begin + tokens * rows.shape[1]
+            yield rows, content[begin:end].reshape(tokens, rows.shape[1])
+            begin = end
+
+    @cached_property
+    def _pool_rows(self) -> tuple[np.ndarray, ...]:
+        """The tensors of a pool in host memory: uint8 [slots, width]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors)
+
+
+def _slot_index(slots: torch.Tensor) -> np.ndarray | slice:
+    """Return slots in host memory as an index. Consecutive slots become a slice, which is copied faster."""
+    places = slots.numpy()
+    if len(places) == 0 or (np.diff(places) != 1).any():
+        return places
+    return slice(int(places[0]), int(places[0]) + len(places))
 
 
 def page_hashes(tokens: Sequence[int], ends: Sequence[int], start: int = 0, page_size: int = UNIT) -> list[bytes]:
