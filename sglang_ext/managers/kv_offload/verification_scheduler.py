@@ -221,7 +221,7 @@ class VerificationScheduler:
         """
         for planned in filter(None, (self._planned.pop(key, None), self._verifying.pop(key, None))):
             for iteration, part in enumerate(planned.parts, planned.start - self._now):
-                if iteration >= 0 and part:
+                if iteration >= 0:
                     self.link.release(part, iteration, iteration)
             if planned.tokens:
                 self.memory.release(planned.tokens, max(0, planned.start - self._now), planned.due - self._now)
@@ -245,8 +245,7 @@ class VerificationScheduler:
                 start = due - len(parts)
                 if self.memory.fits(tokens, start, due) and self._is_in_order(self._now + start, self._now + due):
                     for iteration, part in enumerate(parts, start):
-                        if part:
-                            self.link.reserve(part, iteration, iteration)
+                        self.link.reserve(part, iteration, iteration)
                     if tokens:
                         self.memory.reserve(tokens, start, due)
                     return _Planned(self._now + start, self._now + due, parts, tokens)

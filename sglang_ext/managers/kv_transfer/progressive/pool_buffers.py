@@ -53,11 +53,10 @@ class HostBlocks:
         self._rest: dict[int, np.ndarray] = {}
 
     def expect(self, size: int) -> None:
-        """Pin this many bytes in a background thread, up to ``KEPT_PINNED`` blocks, since a link is faster than the kernel pins."""
-        if self._device.type == "cuda":
-            with self._lock:
-                self._expected = min(size // BLOCK, self._most_kept)
-                self._pin_ahead()
+        """For a GPU: pin this many bytes in a background thread, up to ``KEPT_PINNED`` blocks. A link is faster than the kernel pins."""
+        with self._lock:
+            self._expected = min(size // BLOCK, self._most_kept)
+            self._pin_ahead()
 
     def take(self, size: int, lane: int = 0) -> np.ndarray:
         """Return uint8 [size] of uninitialized memory for the caller alone. Pieces of one ``lane`` become free at about the same time."""
