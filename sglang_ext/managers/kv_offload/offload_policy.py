@@ -36,32 +36,28 @@ class VerifyTiming(NamedTuple):
     seconds: float
 
 
-def fit_costs(
-    drafting: int, draft_seconds: float, rests: Sequence[VerifyTiming], *, weights: float, context: float, link: float, memory: float,
-    budget: float, drafts: int,
-) -> Costs:  # fmt: skip
-    """Fit costs to measured times (least squares, no negative costs).
+def fit_costs(known: Costs, drafting: int, draft_seconds: float, rests: Sequence[VerifyTiming]) -> Costs:
+    """Return ``known`` with the bandwidth, the weights and the times that fit measured times (least squares, no negative costs).
 
     If launches take longer than reading, as with small models, a verification takes less time than reading at the speed of a draft step.
     Then the verification gives the bandwidth, and ``weights`` also includes the constant cost of each forward.
 
     A draft step of ``drafting`` requests now takes ``draft_seconds``. ``rests`` are times of some rounds, at least one of them with a
-    verification. For the other arguments see :class:`~sglang_ext.managers.kv_offload.throughput_model.Costs`.
+    verification.
 
     Raises:
         CostError: A time is not above 0.
     """
-    known = Costs(weights, context, 1.0, link, memory, budget, drafts)
     copies = drafting * known.compressed_bytes
     verifying = np.array([rest.requests > 0 for rest in rests])
     # Time in addition to a forward that reads as many bytes as a draft step.
     seconds = np.array([rest.seconds for rest in rests]) - verifying * draft_seconds
-    read = np.array([rest.requests * context for rest in rests]) - verifying * copies
+    read = np.array([rest.requests * known.context for rest in rests]) - verifying * copies
     tokens = np.array([rest.tokens for rest in rests], dtype=float)
-    per_byte = longest = draft_seconds / (weights + copies)
+    per_byte = longest = draft_seconds / (known.weights + copies)
     if (seconds - longest * read).sum() < 0:
-        _, seen = _fit(read / context, seconds)
-        per_byte = min(longest, max(seen / context, LEAST_SHARE * longest))
+        _, seen = _fit(read / known.context, seconds)
+        per_byte = min(longest, max(seen / known.context, LEAST_SHARE * longest))
     turnaround, per_token = _fit(tokens, seconds - per_byte * read)
     bandwidth = 1 / per_byte if per_byte else 0.0
     each = max(0.0, draft_seconds * bandwidth - copies)
@@ -152,17 +148,11 @@ class OffloadPolicy:
             return self.initial_decision
         running = usable[-1].drafting
         try:
-            costs = fit_costs(
-                running,
-                median_low(seen.draft_seconds for seen in usable),
-                _fastest_half([seen.rest for seen in usable]),
-                weights=self.weights,
-                context=usable[-1].context * self.bytes_per_token,
-                link=link,
-                memory=self.memory * self.bytes_per_token,
-                budget=share,
-                drafts=self.drafts,
-            )
+            context, memory = (tokens * self.bytes_per_token for tokens in (usable[-1].context, self.memory))
+            # The bandwidth is fitted.
+            known = Costs(self.weights, context, 1.0, link, memory, share, self.drafts)
+            step = median_low(seen.draft_seconds for seen in usable)
+            costs = fit_costs(known, running, step, _fastest_half([seen.rest for seen in usable]))
         except CostError:
             return self.initial_decision
 

@@ -14,20 +14,14 @@ held until the end of d. Link time and memory are reserved on two rings of comin
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 # Relative tolerance for sums of floats above a capacity.
 ROUNDING = 1e-9
-
-
-class ReservationError(ValueError):
-    """A reservation that cannot be made or released. The message names what is allowed."""
-
-
-class VerificationScheduleError(ValueError):
-    """A call that the state does not allow. The message names the remedy."""
+# Share of the wanted rounds by which a verification without a load may move to an iteration with fewer due requests.
+TOLERANCE = 0.25
 
 
 class ReservationRing:
@@ -35,26 +29,15 @@ class ReservationRing:
 
     The current iteration is 0. Totals are exactly rounded sums of the reserved amounts, independent of earlier reservations and releases.
 
-    Raises:
-        ReservationError: The capacity is negative, or the horizon is below 2.
+    Attributes:
+        capacity: Capacity of each iteration. After it was lowered, more may be reserved than it allows.
     """
 
     def __init__(self, capacity: float, horizon: int) -> None:
-        if horizon < 2:
-            raise ReservationError(f"a horizon of {horizon} iterations: pass at least 2, the current one and the next")
-        self.horizon = horizon
-        self.capacity = capacity
+        assert horizon >= 2, "the current iteration and the next"
+        self.capacity, self.horizon = capacity, horizon
         self._amounts: deque[list[float]] = deque([] for _ in range(horizon))
         self._totals: deque[float] = deque([0.0] * horizon)
-
-    @property
-    def capacity(self) -> float:
-        """Capacity of each iteration. Lowering it keeps existing reservations, even above the new capacity."""
-        return self._capacity
-
-    @capacity.setter
-    def capacity(self, capacity: float) -> None:
-        self._capacity = _checked("capacity", capacity)
 
     @property
     def peak(self) -> float:
@@ -65,62 +48,42 @@ class ReservationRing:
     def mean_occupancy(self) -> float:
         """Reserved share of the capacity of all iterations. Infinite if the capacity is 0."""
         total = math.fsum(self._totals)
-        return total / self._capacity / self.horizon if self._capacity else math.inf
+        return total / self.capacity / self.horizon if self.capacity else math.inf
 
     def reserved(self, iteration: int) -> float:
         """Amount reserved in an iteration."""
-        self._check(iteration, iteration)
         return self._totals[iteration]
 
     def free(self, iteration: int) -> float:
         """Amount that can still be reserved in an iteration."""
-        return max(0.0, self._capacity - self.reserved(iteration))
+        return max(0.0, self.capacity - self.reserved(iteration))
 
     def occupancy(self) -> float:
         """Reserved share of the current iteration's capacity, from 0 to 1. 1 if the capacity is 0."""
-        return min(1.0, self._totals[0] / self._capacity) if self._capacity else 1.0
+        return min(1.0, self._totals[0] / self.capacity) if self.capacity else 1.0
 
     def fits(self, amount: float, first: int, last: int) -> bool:
         """Whether ``amount`` can be reserved in each iteration from ``first`` to ``last``, both included."""
-        self._check(first, last)
-        room = self._capacity * (1 + ROUNDING)
-        return all(self._totals[i] + amount <= room for i in range(first, last + 1))
+        room = self.capacity * (1 + ROUNDING)
+        return all(self._totals[i] + amount <= room for i in self._span(first, last))
 
     def reserve(self, amount: float, first: int, last: int) -> None:
-        """Reserve ``amount`` in each iteration from ``first`` to ``last``. If one has less free, raise :class:`ReservationError`, and reserve
-        nothing."""
-        if not self.fits(_checked("amount", amount), first, last):
-            least = min(self.free(i) for i in range(first, last + 1))
-            raise ReservationError(
-                f"{amount:g} in iterations {first} to {last}, where {least:g} of {self._capacity:g} is left; "
-                "ask fits() before, or use other iterations"
-            )
-        self.hold(amount, first, last)
-
-    def hold(self, amount: float, first: int, last: int) -> None:
-        """As :meth:`reserve`, for an amount that is in use already: it is never refused."""
-        _checked("amount", amount)
-        self._check(first, last)
-        for i in range(first, last + 1):
+        """Reserve ``amount`` in each iteration from ``first`` to ``last``, also if it does not fit: it may be in use already."""
+        assert 0 <= amount < math.inf, f"an amount of {amount!r}"
+        for i in self._span(first, last):
             self._amounts[i].append(amount)
-        self._sum(range(first, last + 1))
+            self._totals[i] = math.fsum(self._amounts[i])
 
     def release(self, amount: float, first: int, last: int) -> None:
-        """Release an amount that was reserved in each iteration from ``first`` to ``last``. If one has no such reservation, raise
-        :class:`ReservationError`, and release nothing."""
-        self._check(first, last)
-        for i in range(first, last + 1):
-            if amount not in self._amounts[i]:
-                raise ReservationError(f"iteration {i} holds no {amount:g}: release what was reserved, once, where it was reserved")
-        for i in range(first, last + 1):
+        """Release an amount that was reserved in each iteration from ``first`` to ``last``."""
+        for i in self._span(first, last):
             self._amounts[i].remove(amount)
-        self._sum(range(first, last + 1))
+            self._totals[i] = math.fsum(self._amounts[i])
 
     def scale(self, factor: float) -> None:
         """Multiply all reserved amounts by ``factor``, for example if the link is slower than expected."""
-        _checked("factor", factor)
         self._amounts = deque([amount * factor for amount in amounts] for amounts in self._amounts)
-        self._sum(range(self.horizon))
+        self._totals = deque(map(math.fsum, self._amounts))
 
     def advance(self) -> None:
         """End the current iteration: the next one becomes 0, and an empty one is appended."""
@@ -129,19 +92,9 @@ class ReservationRing:
         self._amounts.append([])
         self._totals.append(0.0)
 
-    def _sum(self, iterations: Iterable[int]) -> None:
-        for i in iterations:
-            self._totals[i] = math.fsum(self._amounts[i])
-
-    def _check(self, first: int, last: int) -> None:
-        if not 0 <= first <= last < self.horizon:
-            raise ReservationError(f"iterations {first} to {last}: pass a span within 0 to {self.horizon - 1}")
-
-
-def _checked(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ReservationError(f"{name} {value!r}: pass a finite number, 0 or above")
-    return value
+    def _span(self, first: int, last: int) -> range:
+        assert 0 <= first <= last < self.horizon, f"iterations {first} to {last} of {self.horizon}"
+        return range(first, last + 1)
 
 
 class VerificationSlot(NamedTuple):
@@ -175,23 +128,19 @@ class VerificationScheduler:
         iteration_seconds: Measured duration of an iteration.
         memory: Memory that all loads may hold together, in tokens or bytes.
         horizon: Number of planned iterations, including the current one.
-        tolerance: Share of the wanted rounds by which a verification without a load may move to an iteration with fewer due requests.
 
     Attributes:
         link: Link time of loads in seconds. Set its capacity to the measured duration of an iteration; reserved seconds stay.
         memory: Memory held by loads, and by verifications of the loaded KV. Set its capacity when other uses of the memory change.
         admitted, refused: Numbers of successful and of refused :meth:`admit` calls.
         num_postponed: Number of verifications postponed because their load was late.
-
-    Raises:
-        ReservationError: A number is out of range.
     """
 
-    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64, tolerance: float = 0.25) -> None:
+    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64) -> None:
         self.link = ReservationRing(iteration_seconds, horizon)
         self.memory = ReservationRing(memory, horizon)
         self.admitted = self.refused = self.num_postponed = 0
-        self._tolerance, self._now = tolerance, 0
+        self._now = 0
         self._planned: dict[Hashable, _Planned] = {}
         self._verifying: dict[Hashable, _Planned] = {}
 
@@ -212,18 +161,10 @@ class VerificationScheduler:
         The load takes ``seconds`` of link time, and holds memory for ``tokens``. It tries the due iterations ``wanted``, one more, one less,
         two more..., from the length of the load to the horizon. A request whose full KV is on the device (0 seconds, 0 tokens) gets the
         iteration near ``wanted`` with the fewest due requests, the next one at the earliest. Returns None if nothing fits: call it again in a
-        later iteration.
-
-        Raises:
-            VerificationScheduleError: The request already has a coming verification, or a number is out of range.
+        later iteration. The request must have no coming verification.
         """
-        if key in self._planned:
-            raise VerificationScheduleError(f"{key!r} is due in {self._planned[key].due - self._now} iterations: cancel it first")
-        if wanted < 1 or not (0 <= seconds < math.inf and 0 <= tokens < math.inf):
-            raise VerificationScheduleError(
-                f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, "
-                "and at least 1 round"
-            )
+        assert key not in self._planned, f"{key!r} is due in {self._planned[key].due - self._now} iterations: cancel it first"
+        assert wanted >= 1 and 0 <= seconds < math.inf and 0 <= tokens < math.inf, f"{key!r}: {seconds!r} s, {tokens!r} tokens, {wanted!r} rounds"
         planned = self._place_load(seconds, tokens, wanted) if seconds or tokens else self._place_alone(wanted)
         if planned is None:
             self.refused += 1
@@ -253,14 +194,11 @@ class VerificationScheduler:
     def late(self, key: Hashable) -> list[Hashable]:
         """Postpone a verification of this iteration to the next one, because its load is not complete. Its memory stays held.
 
-        Returns the requests whose reservations were cancelled to free memory, in the order in which their loads would have begun. Admit them
-        again in that order, so that none of them is overtaken repeatedly.
-
-        Raises:
-            VerificationScheduleError: The request is not due, or its next verification is already scheduled.
+        Called for requests of :meth:`due`, before their next :meth:`admit`. Returns the requests whose reservations were cancelled to free
+        memory, in the order in which their loads would have begun. Admit them again in that order, so that none of them is overtaken
+        repeatedly.
         """
-        if key not in self._verifying or key in self._planned:
-            raise VerificationScheduleError(f"{key!r} cannot be late: only what due() lists, before it is admitted again")
+        assert key not in self._planned, f"{key!r} was admitted again, and cannot be late"
         late = self._verifying.pop(key)
         # Loads that began earlier were held together with the late load until now. It fits without the loads that have not begun.
         displaced = []
@@ -270,7 +208,7 @@ class VerificationScheduler:
             for other in displaced:
                 self.cancel(other)
         if late.tokens:
-            self.memory.hold(late.tokens, 1, 1)
+            self.memory.reserve(late.tokens, 1, 1)
         late.due += 1
         self._planned[key] = late
         self.num_postponed += 1
@@ -283,7 +221,7 @@ class VerificationScheduler:
         """
         for planned in filter(None, (self._planned.pop(key, None), self._verifying.pop(key, None))):
             for iteration, part in enumerate(planned.parts, planned.start - self._now):
-                if iteration >= 0 and part:
+                if iteration >= 0:
                     self.link.release(part, iteration, iteration)
             if planned.tokens:
                 self.memory.release(planned.tokens, max(0, planned.start - self._now), planned.due - self._now)
@@ -292,7 +230,7 @@ class VerificationScheduler:
         """Place a verification without a load near ``wanted``, in the iteration with the fewest due requests."""
         last = self.link.horizon - 1
         anchor = min(wanted, last)
-        reach = int(self._tolerance * anchor)
+        reach = int(TOLERANCE * anchor)
         counts = Counter(each.due - self._now for each in self._planned.values())
         due = self._now + min(_nearest_first(anchor, max(1, anchor - reach), min(last, anchor + reach)), key=counts.__getitem__)
         return _Planned(due, due, [], 0.0)
@@ -307,8 +245,7 @@ class VerificationScheduler:
                 start = due - len(parts)
                 if self.memory.fits(tokens, start, due) and self._is_in_order(self._now + start, self._now + due):
                     for iteration, part in enumerate(parts, start):
-                        if part:
-                            self.link.reserve(part, iteration, iteration)
+                        self.link.reserve(part, iteration, iteration)
                     if tokens:
                         self.memory.reserve(tokens, start, due)
                     return _Planned(self._now + start, self._now + due, parts, tokens)

@@ -14,15 +14,12 @@ import zmq
 from filelock import FileLock, Timeout
 from zmq.utils import z85
 
-from sglang_ext.managers.kv_transfer import wire
 from sglang_ext.managers.kv_transfer.wire import LinkError
 
 # Constants of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
 # Prefix of our socket files, the lock file of their folder, and the timeout of that lock in seconds.
 SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
-# Maximum of messages that libzmq queues to one peer, or from one.
-MOST_WAITING = 4096
 # Threads of libzmq that move the bytes of all connections of a process. One moves about 1 GB/s.
 IO_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
@@ -100,37 +97,6 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
         raise LinkError(f"{endpoint!r} listens on all interfaces; pass the address of one")
     if keys is None and not address.is_loopback:
         raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same key file, or stay on loopback")
-
-
-def listen(
-    context: zmq.Context, endpoint: str, keys: LinkKeys | None, most_waiting: int = MOST_WAITING
-) -> tuple[zmq.Socket, zmq.Socket | None]:
-    """Return a bound socket for messages from and to senders, and with keys the socket on which libzmq asks who may connect.
-
-    libzmq queues at most ``most_waiting`` messages to one peer, or from one. Port 0 takes a free port. If the endpoint is in use,
-    ``context`` is destroyed and :class:`LinkError` is raised.
-    """
-    zap = None
-    socket = context.socket(zmq.ROUTER)
-    # A message is only started if it can be completed. Peers that do not read are dropped.
-    socket.router_mandatory = True
-    socket.set_hwm(most_waiting)
-    socket.linger, socket.maxmsgsize = 0, wire.MAX_MESSAGE_BYTES
-    socket.ipv6 = "[" in endpoint
-    try:
-        if keys is not None:
-            zap = context.socket(zmq.REP)
-            zap.linger = 0
-            zap.bind(ZAP_ENDPOINT)
-            socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
-            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-        with lock_socket_folder(endpoint):
-            # Only the port is a wildcard, never the host: libzmq writes port 0 as *.
-            socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
-    except zmq.ZMQError as error:
-        context.destroy(0)
-        raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
-    return socket, zap
 
 
 @contextmanager

@@ -147,8 +147,6 @@ class IncomingRooms:
         self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
-        # Failing rooms whose sink was not notified yet, since a write may be running.
-        self._failing: dict[int, IncomingRoom] = {}
         self._finished: OrderedDict[tuple[bytes, int], RoomShape] = OrderedDict()
         self._closed = False
 
@@ -188,12 +186,12 @@ class IncomingRooms:
         This waits for a running call of the sink, so the caller must hold no lock that the sink takes.
         """
         with self._lock:
-            room, failing = self._rooms.get(number), self._failing.get(number)
-            if room is not None:
-                self._drop(room)
-        for each in filter(None, (failing, room)):
-            each.abort()
-        if room is not None and room.link is not None:
+            room = self._rooms.get(number)
+            if room is None:
+                return
+            self._drop(room)
+        room.abort()
+        if room.link is not None:
             self._tell(room.link, Ended(number, "the receiver aborted it"))
 
     def finish(self, room: IncomingRoom) -> None:
@@ -212,19 +210,15 @@ class IncomingRooms:
 
     def fail(self, room: IncomingRoom, reason: str, tell: bool = True) -> None:
         """End a room; with ``tell``, notify its sender."""
-        with self._lock:
-            self._drop(room)
-            self._failing[room.number] = room
         if tell and room.link is not None:
             self._tell(room.link, Ended(room.number, reason[:2048]))
         try:
             room.fail(reason)
         except LinkError:
             logger.exception("room %d failed (%s), and its sink raised an exception", room.number, reason)
-        finally:
-            with self._lock:
-                if self._failing.get(room.number) is room:
-                    del self._failing[room.number]
+        # Only now: an abort meanwhile waits for the running call of the sink.
+        with self._lock:
+            self._drop(room)
 
     def opened_by(self, links: Collection[bytes]) -> list[IncomingRoom]:
         """Return the rooms whose senders use ``links``."""

@@ -9,22 +9,20 @@ from functools import partial
 
 import zmq
 
-from sglang_ext.managers.kv_transfer.endpoints import (
-    IO_THREADS,
-    MOST_WAITING,
-    LinkKeys,
-    check_endpoint,
-    listen,
-)
+from sglang_ext.managers.kv_transfer.endpoints import IO_THREADS, ZAP_DOMAIN, ZAP_ENDPOINT, LinkKeys, check_endpoint, lock_socket_folder
+from sglang_ext.managers.kv_transfer.wire import MAX_MESSAGE_BYTES, LinkError
 
 logger = logging.getLogger(__name__)
+
+# Maximum of messages that libzmq queues to one peer, or from one.
+MOST_WAITING = 4096
 
 
 class ServerSocket:
     """A bound socket. One thread uses it. Only :meth:`call` and :meth:`wake` may be called from any thread.
 
     Args:
-        endpoint: Where it listens (endpoints.py).
+        endpoint: Where it listens (endpoints.py). TCP port 0 takes a free port.
         keys: Key pair of both ends; None for no encryption, on this machine only.
         most_waiting: Maximum of messages that libzmq queues to one peer, or from one.
 
@@ -39,7 +37,25 @@ class ServerSocket:
         check_endpoint(endpoint, keys)
         self._keys = keys
         self._context = zmq.Context(IO_THREADS)
-        self._socket, self._zap = listen(self._context, endpoint, keys, most_waiting)
+        self._socket = self._context.socket(zmq.ROUTER)
+        # With keys, the socket on which libzmq asks who may connect.
+        self._zap = None if keys is None else self._context.socket(zmq.REP)
+        # A message is only started if it can be completed. Peers that do not read are dropped.
+        self._socket.router_mandatory = True
+        self._socket.set_hwm(most_waiting)
+        self._socket.linger, self._socket.maxmsgsize = 0, MAX_MESSAGE_BYTES
+        self._socket.ipv6 = "[" in endpoint
+        try:
+            if self._zap is not None:
+                self._zap.bind(ZAP_ENDPOINT)
+                self._socket.curve_server, self._socket.zap_domain = True, ZAP_DOMAIN
+                self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+            with lock_socket_folder(endpoint):
+                # Only the port is a wildcard, never the host: libzmq writes port 0 as *.
+                self._socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()

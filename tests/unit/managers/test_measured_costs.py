@@ -4,7 +4,7 @@ import pytest
 from cost_helpers import machines
 from hypothesis import assume, given, settings, strategies as st
 
-from sglang_ext.managers.kv_offload.throughput_model import CostError, draft_seconds, verify_seconds
+from sglang_ext.managers.kv_offload.throughput_model import CostError, Costs, draft_seconds, verify_seconds
 from sglang_ext.managers.kv_offload.offload_policy import VerifyTiming, fit_costs
 
 MACHINES = machines(weights=st.floats(1, 20), token_seconds=st.floats(1e-5, 0.001))
@@ -15,8 +15,8 @@ def rest(costs, requests, tokens):
 
 
 def told(costs, drafting, rests, weights=None):
-    given = {name: getattr(costs, name) for name in ("context", "link", "memory", "budget", "drafts")}
-    return fit_costs(drafting, draft_seconds(costs, drafting), rests, weights=costs.weights if weights is None else weights, **given)
+    known = Costs(weights or costs.weights, costs.context, 1.0, costs.link, costs.memory, costs.budget, costs.drafts)
+    return fit_costs(known, drafting, draft_seconds(costs, drafting), rests)
 
 
 @given(MACHINES, st.integers(1, 20), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 256)), min_size=3, max_size=20))
@@ -45,11 +45,11 @@ def test_what_was_seen_again_and_again_is_foretold_whatever_the_weights_are_said
 
 def test_a_verification_that_takes_less_than_a_draft_leads_to_a_fast_device():
     """Launches of a small model: reading full KV costs next to nothing."""
-    found = fit_costs(8, 0.02, [VerifyTiming(4, 68, 0.021)] * 3, weights=1e6, context=1e6, link=1e9, memory=1e8, budget=0.25, drafts=16)
+    found = fit_costs(Costs(1e6, 1e6, 1.0, 1e9, 1e8, 0.25), 8, 0.02, [VerifyTiming(4, 68, 0.021)] * 3)
     assert draft_seconds(found, 8) == pytest.approx(0.02)
     assert verify_seconds(found, 4, 68) + found.turnaround == pytest.approx(0.021, rel=1e-3)
 
 
 def test_no_time_at_all_is_refused():
     with pytest.raises(CostError, match="bandwidth"):
-        fit_costs(8, 0.0, [VerifyTiming(1, 17, 0.1)], weights=1e9, context=1e9, link=1e9, memory=1e10, budget=0.25, drafts=16)
+        fit_costs(Costs(1e9, 1e9, 1.0, 1e9, 1e10, 0.25), 8, 0.0, [VerifyTiming(1, 17, 0.1)])

@@ -91,22 +91,22 @@ class _PackedLayout:
         """Return the streams of a group within the memory of all, uint8 [bytes]."""
         return StreamBatch(memory, *self._groups[group])
 
-    def room(self, content: np.ndarray | None) -> torch.Tensor:
+    def zeros(self, content: np.ndarray | None) -> torch.Tensor:
         """Return zeros on the device, uint8 [bytes]; on a CPU the zeroed ``content``, if given."""
         if content is None or self._device.type == "cuda":
             return torch.zeros(self.bytes, dtype=torch.uint8, device=self._device)
         return torch.from_numpy(content).zero_()
 
-    def copy_to_host(self, room: torch.Tensor, content: np.ndarray) -> None:
+    def copy_to_host(self, memory: torch.Tensor, content: np.ndarray) -> None:
         """Copy the streams to host memory, uint8 [bytes]. From a GPU the current stream copies them asynchronously."""
         if self._device.type == "cuda":
-            torch.from_numpy(content)[self._begin :].copy_(room[self._begin :], non_blocking=True)
+            torch.from_numpy(content)[self._begin :].copy_(memory[self._begin :], non_blocking=True)
         content[: self._begin] = self._head
 
-    def copy_kinds_to_host(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
+    def copy_kinds_to_host(self, memory: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
         """Copy the first byte of each stream to host memory in the same way, uint8 [streams]."""
         kinds = blocks.take(len(self._begins))
-        torch.from_numpy(kinds).copy_(room.index_select(0, self._begins), non_blocking=True)
+        torch.from_numpy(kinds).copy_(memory.index_select(0, self._begins), non_blocking=True)
         return kinds
 
 
@@ -174,7 +174,7 @@ class LynxCodec(PageCodec):
             self.pool.blocks.take(streams.bytes, lane) if wanted else None
             for lane, (streams, wanted) in enumerate(((plan.anchors, anchor), (plan.residuals, residual)))
         )
-        anchors, residuals = plan.anchors.room(first), plan.residuals.room(rest) if residual else None
+        anchors, residuals = plan.anchors.zeros(first), plan.residuals.zeros(rest) if residual else None
         for group, (those, layout) in enumerate(plan.alike):
             beside = plan.residuals.placed(residuals, group) if residual else None
             encode_page_into(self.pool.parts(those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
@@ -247,7 +247,7 @@ class LynxCodec(PageCodec):
             if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
                 memory = [self.pool.blocks.to_device(content) for content in streams]
                 for group, (those, layout) in enumerate(plan.alike):
-                    first, *rest = (each.placed(room, group) for each, room in zip(fixed, memory, strict=True))
+                    first, *rest = (each.placed(held, group) for each, held in zip(fixed, memory, strict=True))
                     decode_page_from(first, rest[0] if rest else None, layout, self.pool.parts(those), page.slots)
                 return
             found = [unpack_streams(content, 2 * self.pool.layers, self.pool.blocks) for content in streams]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -55,45 +56,54 @@ RankAddresses = dict[RankPosition, dict[str, Any]]
 PrefillServer = tuple[PrefillServerInfo, RankAddresses]
 
 
+@dataclass
+class FetchAttempts:
+    """Attempts to fetch one address: when a request last polled it, the running one, and why the last one failed."""
+
+    polled: float
+    running: Future[PrefillServer] | None = None
+    retry_at: float = 0.0
+    problem: str = "it does not answer"
+
+
 class PrefillDirectory:
     """Fetches prefill servers by bootstrap address. At most one fetch per address runs at a time. Used by one thread.
 
     ``fetch`` reads one bootstrap server, in a background thread. Any exception is a failed attempt; the next follows after
-    ``retry_interval`` seconds. A request without a prefill server fails after ``patience`` seconds.
+    ``retry_interval`` seconds. A request without a prefill server fails after ``patience`` seconds. Addresses that are polled no more are
+    forgotten.
     """
 
     def __init__(self, fetch: Callable[[str], PrefillServer], retry_interval: float = RETRY_INTERVAL, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._fetch, self._retry_interval = fetch, retry_interval
         self._executor = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="kv-bootstrap")
-        self._running: dict[str, Future[PrefillServer]] = {}
-        self._retry_at: dict[str, float] = {}
-        self._problems: dict[str, str] = {}
+        self._attempts: dict[str, FetchAttempts] = {}
 
     def poll(self, address: str) -> PrefillServer | None:
         """Return the prefill server once it is fetched. Until then, start a fetch if none runs, and return None. Does not block."""
-        running = self._running.get(address)
-        if running is None:
-            if time.monotonic() >= self._retry_at.get(address, 0.0):
-                self._running[address] = self._executor.submit(self._fetch, address)
+        now = time.monotonic()
+        self._attempts = {other: each for other, each in self._attempts.items() if now - each.polled <= self.patience}
+        attempts = self._attempts.setdefault(address, FetchAttempts(now))
+        attempts.polled = now
+        if attempts.running is None and now >= attempts.retry_at:
+            attempts.running = self._executor.submit(self._fetch, address)
+        if attempts.running is None or not attempts.running.done():
             return None
-        if not running.done():
-            return None
-        del self._running[address]
-        error = running.exception()
+        done, attempts.running = attempts.running, None
+        error = done.exception()
         if error is None:
-            self._retry_at.pop(address, None)
-            self._problems.pop(address, None)
-            return running.result()
-        if self._problems.get(address) != str(error):
+            del self._attempts[address]
+            return done.result()
+        if attempts.problem != str(error):
             logger.warning("the bootstrap server at %s cannot be read: %s; next attempt in %g s", address, error, self._retry_interval)
-        self._problems[address] = str(error)
-        self._retry_at[address] = time.monotonic() + self._retry_interval
+        attempts.problem, attempts.retry_at = str(error), now + self._retry_interval
         return None
 
     def problem(self, address: str) -> str:
         """Why the last attempt at an address failed."""
-        return self._problems.get(address, "it does not answer")
+        attempts = self._attempts.get(address)
+        return FetchAttempts.problem if attempts is None else attempts.problem
 
 
 def fetch_prefill_server(address: str, resolve: Callable[[PrefillServerInfo], list[RankPosition]]) -> PrefillServer:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
+from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels.lynx.layout import PageTensors
 from sglang_ext.layers.kernels.kv_copies import gather_rows, has_whole_words, scatter_rows
 from sglang_ext.managers.kv_transfer.wire import LayerRange, LinkError
@@ -52,11 +53,10 @@ class HostBlocks:
         self._rest: dict[int, np.ndarray] = {}
 
     def expect(self, size: int) -> None:
-        """Pin this many bytes in a background thread, up to ``KEPT_PINNED`` blocks, since a link is faster than the kernel pins."""
-        if self._device.type == "cuda":
-            with self._lock:
-                self._expected = min(size // BLOCK, self._most_kept)
-                self._pin_ahead()
+        """For a GPU: pin this many bytes in a background thread, up to ``KEPT_PINNED`` blocks. A link is faster than the kernel pins."""
+        with self._lock:
+            self._expected = min(size // BLOCK, self._most_kept)
+            self._pin_ahead()
 
     def take(self, size: int, lane: int = 0) -> np.ndarray:
         """Return uint8 [size] of uninitialized memory for the caller alone. Pieces of one ``lane`` become free at about the same time."""
@@ -132,10 +132,6 @@ def _pinned(device: torch.device) -> np.ndarray:
         return np.empty(BLOCK, np.uint8)
 
 
-# Priority of streams whose kernels a GPU schedules before those of other streams.
-FIRST = -1
-
-
 @dataclass(frozen=True)
 class PoolBuffers:
     """The KV pool of one rank: ``heads`` KV heads of ``key_dim`` and ``value_dim`` elements. In SGLang's ``args`` keys come before values."""
@@ -149,16 +145,15 @@ class PoolBuffers:
     _parts: dict[tuple[int, int], PageTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
     # Streams of threads of links, and of the scheduler's thread where it must not wait for a forward. Their kernels are small, and would
     # otherwise wait behind each large kernel of the model.
-    _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
-    _side_stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
+    _link_stream: SideStream = field(init=False, repr=False, compare=False)
+    _side_stream: SideStream = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            for name in ("_stream", "_side_stream"):
-                object.__setattr__(self, name, torch.cuda.Stream(self.device, priority=FIRST))
-            with torch.cuda.stream(self._side_stream):
-                # Allocate now. Otherwise the first chunk would wait for the forward while its memory is allocated.
-                torch.empty(1, device=self.device)
+        for name in ("_link_stream", "_side_stream"):
+            object.__setattr__(self, name, SideStream(self.device, first=True))
+        with self._side_stream.after(None):
+            # Allocate now. Otherwise the first chunk would wait for the forward while its memory is allocated.
+            torch.empty(1, device=self.device)
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
@@ -238,14 +233,11 @@ class PoolBuffers:
 
     def use_stream(self) -> AbstractContextManager[object]:
         """Context in which threads of links use this pool: on its device, and on one stream with priority over the model's."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return self._link_stream.after(None)
 
-    @contextmanager
-    def on_side_stream(self, after: "torch.cuda.Event") -> Iterator[None]:
+    def on_side_stream(self, after: "torch.cuda.Event") -> AbstractContextManager[object]:
         """Context in which the scheduler uses a GPU stream that waits for ``after``, and for no forward."""
-        self._side_stream.wait_event(after)
-        with torch.cuda.stream(self._side_stream):
-            yield
+        return self._side_stream.after(after)
 
     @cached_property
     def blocks(self) -> HostBlocks:
@@ -254,8 +246,7 @@ class PoolBuffers:
 
     def synchronize(self) -> None:
         """Wait until all threads can read what this thread wrote, on the device or in host memory."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self.reached()()
 
     def reached(self) -> Callable[[], None]:
         """Return a function that waits, in any thread, until all threads can read what this thread has written so far."""
@@ -279,8 +270,8 @@ class PoolBuffers:
 
     def synchronize_links(self) -> None:
         """Wait until the writes that threads of links have launched so far are complete."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        with self.use_stream():
+            self.reached()()
 
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
         """Wrap memory that SGLang owns, which must outlive the tensor: [slots, heads * dim]."""

@@ -108,7 +108,7 @@ class RoomListener(Protocol):
     """Callbacks for the outcome of a room. Called by threads of links."""
 
     def succeed(self) -> None:
-        """The KV is no longer needed at the prefill side, which may be said twice. At the decode side: all parts are written."""
+        """At the prefill side: its KV is no longer needed. May be called twice. At the decode side: all parts are written."""
 
     def fail(self, reason: str) -> None:
         """The rest of the KV will not arrive. At the prefill side this may follow ``succeed``."""

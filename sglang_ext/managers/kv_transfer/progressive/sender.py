@@ -126,14 +126,18 @@ class ProgressiveSender(CommonKVSender):
             self.kv_mgr.refuse(metadata, differs)
             self.fail(differs)
             return
+        # Set first: if this sender ends from now on, it refuses the metadata.
+        self._metadata = metadata
         status = self.kv_mgr.request_status.get(self.bootstrap_room)
         if status in (None, KVPoll.Failed):
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "the request has ended at the prefill server")
             self.kv_mgr.refuse(metadata, reason)
         if status == KVPoll.Bootstrapping:
             self.kv_mgr.req_to_decode_prefix_len[self.bootstrap_room] = metadata.prefix
-            self._metadata = metadata
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+            if self._is_cleared:
+                # The scheduler's thread cleared this sender meanwhile.
+                super().clear()
 
     def succeed(self) -> None:
         """Report success: the link holds the whole room."""

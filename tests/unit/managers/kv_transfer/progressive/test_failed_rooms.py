@@ -27,6 +27,27 @@ def test_an_aborted_sender_ends_the_receiver_with_the_reason(servers):
     assert not both.decode.links.rooms
 
 
+def test_a_sender_that_is_aborted_while_metadata_arrives_ends_its_decode_side_too(servers):
+    """SGLang's thread aborts it just after the thread of control messages has read its status."""
+    both = servers("raw")
+    sender = both.sender(7, range(32))
+
+    class Statuses(dict):
+        def get(self, number, default=None):
+            found = super().get(number, default)
+            both.prefill.request_status = dict(self)
+            sender.abort()
+            return found
+
+    both.prefill.request_status = Statuses(both.prefill.request_status)
+    receiver = both.receiver(7, range(32))
+    receiver.send_metadata(pages_of(32, 1)[0], 5, decode_prefix_len=0)
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+        receiver.failure_exception()
+    assert not both.prefill.request_status and not both.prefill.req_to_decode_prefix_len
+
+
 def test_nothing_is_written_once_an_aborted_receiver_is_cleared(servers):
     both = servers("exact", gbps=0.02)
     sender, receiver, _, there = transfer(both, 7, list(range(640)))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import requests
+from held_entries import held_entries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -100,6 +101,26 @@ def test_a_bootstrap_server_that_never_answers_blocks_no_turn_and_fails_its_own_
     assert served.bootstrap_infos == [{"rank_ip": "127.0.0.1", "rank_port": 4711, "is_dummy": False}]
     with pytest.raises(KVTransferError, match=f"no prefill server answers at 127.0.0.1:{silent}, .* name; the request waited 3 s"):
         stuck.failure_exception()
+
+
+def test_addresses_that_nobody_polls_any_more_are_forgotten_with_what_was_fetched_from_them():
+    def fetch(address):
+        fetched.append(address)
+        if address != "good":
+            raise RuntimeError("no route")
+        return address, len(fetched)
+
+    fetched = []
+    directory = PrefillDirectory(fetch, retry_interval=0.0, patience=0.1)
+    for address in (*map(str, range(20)), "good"):
+        directory.poll(address)
+    until(lambda: "good" in fetched)
+    before = len(fetched)
+    time.sleep(0.15)
+    results = []
+    until(lambda: results.append(directory.poll("good")) or results[-1])
+    assert results[-1] > ("good", before)
+    assert directory.problem("7") == "it does not answer" and held_entries(directory) == held_entries(PrefillDirectory(fetch))
 
 
 def test_a_request_is_served_soon_after_its_bootstrap_server_comes_up(servers, bootstrap):
