@@ -248,11 +248,6 @@ class StoredPrefixes:
         """The writes whose host pages are held."""
         return [done for _, done, _ in self._writes]
 
-    def reading(self, rid: str) -> PageRun | None:
-        """The pages that a waiting request reads. None if it reads none yet."""
-        fetch = self._fetches.get(rid)
-        return None if fetch is None else fetch.run
-
     def start(self, req: "Req", node: TieredNode, new_tokens: Sequence[int]) -> None:
         """Ask the store for the pages of a waiting request that follow its match, which ends in ``node``.
 

@@ -56,11 +56,11 @@ class Store:
     def count_run(self, names):
         return self._ask("count_run", names)
 
-    def read(self, ranges):
+    def read(self, wanted):
         self.may_read.wait(10)
         time.sleep(self.seconds)
         self.reads += 1
-        return self._ask("read", ranges)
+        return self._ask("read", wanted)
 
     def delete(self, names):
         return self._ask("delete", names)
@@ -330,7 +330,7 @@ def test_a_request_that_is_aborted_while_pages_arrive_leaves_nothing(worlds):
     first.written()
     second.backend.may_read.clear()
     second.ask(PROMPT)
-    while second.stored.reading("a request") is None:
+    while second.pages.free_pages == second.pages.count:
         assert not second.cache.check_prefetch_progress("a request")
         time.sleep(0.001)
     second.cache.release_aborted_request("a request")
