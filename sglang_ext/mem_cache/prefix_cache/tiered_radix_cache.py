@@ -211,7 +211,7 @@ class TieredRadixCache(RadixCache):
         end = max(own, len(key))
         if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
-            last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0)
+            last, unneeded = self._insert(req, key, slots)
             self._write_to_store(last)
         else:
             unneeded = [(own, end)]
@@ -236,7 +236,7 @@ class TieredRadixCache(RadixCache):
             # Tokens that fill no block stay the request's own until the block is full: a node that ends within a block would keep them.
             key = key[: max(req.cache_protected_len, self.freed_full_kv.max_node_end(len(key)))]
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
-        last, unneeded = self._insert(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
+        last, unneeded = self._insert(req, key, slots, chunked)
         self._free_parts(row, unneeded)
         indices = self._concat([node.value if node.on_device else slots[node.start : node.end] for node in path(last)])
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
@@ -320,12 +320,13 @@ class TieredRadixCache(RadixCache):
     def _free_parts(self, row: torch.Tensor, parts: list[tuple[int, int]]) -> None:
         self.token_to_kv_pool_allocator.free_segments([(row[start:end], start) for start, end in parts])
 
-    def _insert(self, key: RadixKey, slots: torch.Tensor, own: int, priority: int, chunked: bool = False) -> tuple[TieredNode, list[tuple[int, int]]]:
-        """Make the tree hold the KV of ``key``. ``slots``, int64 [tokens], are the caller's from token ``own`` on.
+    def _insert(self, req, key: RadixKey, slots: torch.Tensor, chunked: bool = False) -> tuple[TieredNode, list[tuple[int, int]]]:
+        """Make the tree hold the KV of ``key``. ``slots``, int64 [tokens], are the request's own from ``req.cache_protected_len`` on.
 
         The tree takes those of nodes without device slots. Otherwise the request's row would point to freed slots. Returns the node that the key
-        ends in, and ``(start, end)`` of each range from ``own`` on whose KV the tree already has.
+        ends in, and ``(start, end)`` of each range of own tokens whose KV the tree already has.
         """
+        own, priority = req.cache_protected_len, getattr(req, "priority", 0) or 0
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
         for node in self.nodes.walk(key):
