@@ -1,6 +1,6 @@
 """Copies between device slots and host pages, through the buffers of a double buffer (transfers.py).
 
-:class:`LayerCopies` splits a transfer into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move.
+:class:`LayerCopies` splits a transfer into pieces that fit a buffer, and into runs of consecutive pages. One copy moves a run.
 :class:`FrameCopies` stores pages in frames, whole or as residuals of packed blocks. A half of the double buffer holds as many frames as
 fit, and the sizes of their residuals. A store copies whole frames to the host, so that nothing waits until the device has counted the
 bits. A load copies the needed part of a frame, if its store has ended.
@@ -9,10 +9,10 @@ For each number a packed block holds a code, and for each chunk mu and sigma: Ly
 a bin, the numbers of the pool's dtype between two bounds. The residual is the number's index in its bin
 (layers/kernels/lynx/pytorch_codec.py). While the blocks are on the device, a load needs the residual only. Afterwards it needs the anchor too.
 
-A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py, of all
-buffers' tokens as if they were one page: for each buffer, row of chunks and 64 channels, a uint32 with the offset of its bits in units of
-8 bytes, then the bits. The anchor follows: the content of the blocks' slots, buffer after buffer. A page is stored whole, buffer after
-buffer, if it has no blocks, would not be smaller, or has a number outside its bin: one that is not finite, or beyond float16's range.
+A frame has as many bytes as the page's full KV. It begins with the exact residual stream of layers/kernels/lynx/layout.py. The stream
+covers all buffers' tokens as if they were one page. For each buffer, row of chunks and 64 channels it has a uint32, the offset of their bits
+in units of 8 bytes. The bits follow, then the anchor: the content of the blocks' slots, buffer after buffer. A page without blocks is stored
+whole, buffer after buffer. So is a page that would not be smaller, or that has a number outside its bin: not finite, or beyond float16's range.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Stores full KV of the prefix tree on the host, frees its device slots, loads it back, and drops pages that came back changed.
 
-A shared segment that packs all tokens in blocks of Lynx is the anchor of these tokens' full KV, which is stored as its residual and its
-anchor (host_tier/page_copies.py). While that segment is on the device, a load transfers only the residual, afterwards both. Another
+A shared segment whose Lynx blocks hold all tokens is the anchor of these tokens' full KV. The host then stores the full KV as a residual
+and the anchor (host_tier/page_copies.py). While that segment is on the device, a load transfers only the residual, afterwards both. Another
 segment may have been packed from other bits, even if it covers the same tokens.
 """
 

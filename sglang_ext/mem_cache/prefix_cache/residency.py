@@ -1,7 +1,7 @@
 """Running requests whose full KV may leave the device: which part of it is on the device, and how it is loaded back.
 
-A request that drafts on compressed KV needs its full KV for verification only. Nodes of its prompt that are stored on the host may free
-their device slots, and are loaded back before a verification (VeriCache, section 5), if all requests that lock them draft so.
+A request that drafts on compressed KV needs its full KV for verification only. If all requests that lock a node draft so, and the host
+stores it, its device slots may be freed. It is loaded back before a verification (VeriCache, section 5).
 """
 
 from collections.abc import Iterator

@@ -138,8 +138,8 @@ class Segments:
     Attributes:
         held_tokens, unused_tokens: Slots of segments in use, and of the other segments, which may be evicted.
         added: Segments added so far.
-        blocks: Tokens and slots of the blocks of segments that replace full KV (quantized_only.py), and a function to call after a split with
-            the new segment, which took the first blocks, and the old one. Readers of the old one then read both. None if no segments do.
+        blocks: None if segments never replace full KV (quantized_only.py). Otherwise tokens and slots of a block, and a function that is called
+            after a split, with the new segment and the old one. The new one has the first blocks. Readers of the old one then read both.
     """
 
     def __init__(self, allocator: "BaseTokenToKVPoolAllocator", page_size: int) -> None:
@@ -244,10 +244,11 @@ class Segments:
     def split(self, segment: Segment, position: int, owner: "TreeNode") -> None:
         """Move the blocks of ``segment`` before ``position``, a block boundary, to a new segment of ``owner``. Readers then read both."""
         tokens, slots, on_segment_split = self.blocks
-        count = (position - segment.start) // tokens
-        first = Segment(segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method)
-        segment.start, segment.slots = position, segment.slots[count * slots :]
-        segment.tokens, segment.packed = segment.tokens - count * tokens, segment.packed - count * slots
+        moved = position - segment.start
+        packed = moved // tokens * slots
+        first = Segment(segment.start, position, segment.slots[:packed], segment.users, owner, moved, packed, segment.method)
+        segment.start, segment.slots = position, segment.slots[packed:]
+        segment.tokens, segment.packed = segment.tokens - moved, segment.packed - packed
         owner.segments.append(first)
         self._all[first] = None
         for node in {owner, segment.node} - {None}:
