@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         def restore() -> None:
             again = [StoredPage(form, page.page_hash, page.start) for page in pages]
-            reading = store.read(again, lambda page: target[places[page.name]], lambda page, kv: None)
+            reading = store.read(again, lambda page: target[places[page.name]], lambda page, kv: None, False)
             while not reading.ended:
                 time.sleep(0.001)
 

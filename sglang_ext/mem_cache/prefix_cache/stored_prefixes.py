@@ -348,20 +348,19 @@ class StoredPrefixes:
             return True
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
-            finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
+            fetch.since = time.monotonic()
             drafts = self.drafter is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
-            fetch.run = self.store.read(fetch.pages[:found], partial(self._target, fetch), finish, anchors=finish if drafts else None)
+            fetch.run = self.store.read(fetch.pages[:found], partial(self._target, fetch), partial(self._finish_page, fetch), drafts)
         return True
 
     def _predicts_loss(self, pages: int, tokens: int) -> bool:
         """Whether reading would take longer than computing, by measured rates."""
         rate, compute = self.store.rate, self.compute.seconds(tokens)
-        page_bytes = self.unit // self._page_size * self.host.tier.pool.page_bytes
-        return rate is not None and compute is not None and pages * page_bytes > compute * rate * min(READERS, pages)
+        return rate is not None and compute is not None and pages * self.form.kv_bytes > compute * rate * min(READERS, pages)
 
     def _is_too_slow(self, fetch: Fetch) -> bool:
         """Whether the pages that are missing would take longer than computing them, by the progress so far."""
-        elapsed, pages, progress = time.monotonic() - fetch.since, fetch.run.num_pages, fetch.run.progress
+        elapsed, pages, progress = time.monotonic() - fetch.since, len(fetch.run.pages), fetch.run.progress
         if elapsed > FETCH_SECONDS:
             return True
         compute = self.compute.seconds((pages - fetch.run.restored) * self.unit)

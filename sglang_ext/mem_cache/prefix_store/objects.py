@@ -97,6 +97,11 @@ class ObjectFormat:
         """Tensors of a page: keys of all layers, then values of all layers."""
         return 2 * self.layers
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV of a page."""
+        return self.tensors * self.page_size * self.heads * self.head_dim * self.dtype.itemsize
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the settings, the codec's settings, and the version."""

@@ -40,8 +40,6 @@ PageMemory = Callable[[StoredPage], torch.Tensor]
 """Returns host memory of a page's KV: [2 * layers, page_size, heads, head_dim], keys of all layers, then values."""
 PageDone = Callable[[StoredPage, torch.Tensor], None]
 """Receives a restored page, and its KV."""
-PageFetch = Callable[[StoreBackend, StoredPage], None]
-"""Reads bytes of a page. Raises as ``fetch_page``."""
 
 
 @dataclass
@@ -89,20 +87,24 @@ class PageRun:
     with anchors first, it holds the anchors of all pages once :attr:`has_anchors`. They stay until :meth:`release_anchors`.
 
     Attributes:
-        num_pages: Number of pages.
+        pages: The pages.
         anchor_share: Share of a page's bytes that its anchors take. 0 in a run without anchors first.
         seconds: For each page, the seconds in which threads read and decoded it.
+        stopped: Whether :meth:`stop` was called.
 
     Args:
+        target, done: See :meth:`PrefixStore.read`.
         submit: Runs work in a reading thread. None in a run without anchors first.
     """
 
-    def __init__(self, pages: int, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
-        self.num_pages, self.anchor_share = pages, 0.0
-        self.seconds = [0.0] * pages
-        self._states: list[bool | None] = [None] * pages
-        self._anchors: list[bool | None] = [None] * pages
-        self._stopped, self._filling = False, 0
+    def __init__(
+        self, pages: Sequence[StoredPage], target: PageMemory, done: PageDone, submit: Callable[[Callable[[], None]], object] | None
+    ) -> None:
+        self.pages, self._target, self._done, self.anchor_share = pages, target, done, 0.0
+        self.seconds = [0.0] * len(pages)
+        self._states: list[bool | None] = [None] * len(pages)
+        self._anchors: list[bool | None] = [None] * len(pages)
+        self.stopped, self._filling = False, 0
         self._submit = submit
         # Work that overwrites anchors. None if it need not wait.
         self._waiting: list[Callable[[], None]] | None = None if submit is None else []
@@ -150,14 +152,16 @@ class PageRun:
                 return
         work()
 
-    def fill(self, fill: Callable[[], None]) -> bool:
-        """Call ``fill``, which writes a page, unless the run was stopped. Returns whether it was called."""
+    def fill(self, page: StoredPage, decode: Callable[[torch.Tensor], None]) -> bool:
+        """Fill a page's memory with ``decode``, unless the run was stopped. Returns whether it is filled."""
+        kv = self._target(page)
         with self._changed:
-            if self._stopped:
+            if self.stopped:
                 return False
             self._filling += 1
         try:
-            fill()
+            decode(kv)
+            self._done(page, kv)
         finally:
             with self._changed:
                 self._filling -= 1
@@ -178,15 +182,10 @@ class PageRun:
         """Whether the anchors of page ``index`` were read."""
         return bool(self._anchors[index])
 
-    @property
-    def stopped(self) -> bool:
-        """Whether :meth:`stop` was called."""
-        return self._stopped
-
     def stop(self) -> None:
         """Let no thread write the caller's memory any more. Waits for those that write now, but not for the store."""
         with self._changed:
-            self._stopped, self._waiting = True, None
+            self.stopped, self._waiting = True, None
             self._changed.wait_for(lambda: not self._filling)
 
 
@@ -244,29 +243,21 @@ class PrefixStore:
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
         return self._first_readers.submit(lambda: self._request(self._reading, lambda: self.backend.count_run(names), 0))
 
-    def read(self, pages: Sequence[StoredPage], target: PageMemory, done: PageDone, anchors: PageDone | None = None) -> PageRun:
+    def read(self, pages: Sequence[StoredPage], target: PageMemory, done: PageDone, anchors_first: bool) -> PageRun:
         """Restore pages in threads.
 
         Args:
             pages: The pages, in the order of the prompt.
             target: Returns the memory that a page fills.
-            done: Called with each restored page, before it counts as restored.
-            anchors: If given, the anchors of all pages are read first. Called with each page whose memory is filled with its anchors.
+            done: Called with each page whose memory is filled, before it counts as restored.
+            anchors_first: Whether the memory is filled with the anchors of all pages first.
         """
-        if anchors is None:
-            run = PageRun(len(pages))
-            for index, page in enumerate(pages):
-                self._readers.submit(self._read, run, index, page, target, done, fetch_page)
-            return run
-        run = PageRun(len(pages), self._readers.submit)
-
-        def read_anchors(index: int, page: StoredPage) -> None:
-            is_filled = not run.stopped and self._read_anchors(run, index, page, target, anchors)
-            if run.note_anchors(index, is_filled):
-                self._read_residuals(run, pages, target, done)
-
-        for index, page in enumerate(pages):
-            self._first_readers.submit(read_anchors, index, page)
+        run = PageRun(pages, target, done, self._readers.submit if anchors_first else None)
+        for index in range(len(pages)):
+            if anchors_first:
+                self._first_readers.submit(self._read_anchors, run, index)
+            else:
+                self._readers.submit(self._read, run, index)
         return run
 
     def close(self) -> None:
@@ -292,59 +283,44 @@ class PrefixStore:
                 self.counters.written_bytes += sum(len(part) for part in parts)
         return is_new is not None
 
-    def _read_anchors(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone) -> bool:
-        """Fill a page's memory with its anchors. Returns whether it is filled."""
-
-        def decode() -> bool:
-            return run.fill(partial(self._fill, page.decode_anchors, page, target(page), done))
-
-        if not self._attempt(run, index, page, partial(self._fetch, page, partial(fetch_page, exact=False))):
-            return False
-        run.anchor_share = page.anchor_share
-        return self._attempt(run, index, page, decode)
-
-    def _read_residuals(self, run: PageRun, pages: Sequence[StoredPage], target: PageMemory, done: PageDone) -> None:
-        """Restore pages in threads, except those without anchors."""
+    def _read_anchors(self, run: PageRun, index: int) -> None:
+        """Fill a page's memory with its anchors. After those of the last page, read the residuals of all pages that have anchors."""
+        page = run.pages[index]
+        is_filled = not run.stopped and self._attempt(run, index, lambda: self._fetch(page, partial(fetch_page, exact=False)))
+        if is_filled:
+            run.anchor_share = page.anchor_share
+            is_filled = self._attempt(run, index, lambda: run.fill(page, page.decode_anchors))
+        if not run.note_anchors(index, is_filled):
+            return
         if not run.has_anchors:
             run.release_anchors()
-        for index, page in enumerate(pages):
-            if run.is_anchored(index):
-                self._readers.submit(self._read, run, index, page, target, done, fetch_residuals)
+        for each in range(len(run.pages)):
+            if run.is_anchored(each):
+                self._readers.submit(self._read, run, each)
             else:
-                self._end_page(run, index, page, 0, restored=False)
+                self._end_page(run, each, 0, restored=False)
 
-    def _read(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone, fetch: PageFetch) -> None:
-        """Read the bytes of a page, and restore it once its memory may be written."""
+    def _read(self, run: PageRun, index: int) -> None:
+        """Read the bytes of a page that are missing, and restore it once its memory may be written."""
+        page = run.pages[index]
         if run.stopped or run.ended or not self.can_read:
             page.release()
             run.note(index, False)
-        elif self._attempt(run, index, page, partial(self._fetch, page, fetch)):
-            run.when_released(partial(self._restore, run, index, page, target, done))
+        elif self._attempt(run, index, lambda: self._fetch(page, fetch_residuals if run.is_anchored(index) else fetch_page)):
+            run.when_released(partial(self._restore, run, index))
         else:
-            self._end_page(run, index, page, 0, restored=False)
+            self._end_page(run, index, 0, restored=False)
 
-    def _restore(self, run: PageRun, index: int, page: StoredPage, target: PageMemory, done: PageDone) -> None:
+    def _restore(self, run: PageRun, index: int) -> None:
         """Restore a page whose bytes were read."""
-        size = 0
+        page = run.pages[index]
+        restored = self._attempt(run, index, lambda: run.fill(page, page.restore))
+        self._end_page(run, index, page.form.kv_bytes, restored)
 
-        def restore() -> bool:
-            nonlocal size
-            kv = target(page)
-            size = kv.nbytes
-            return run.fill(partial(self._fill, page.restore, page, kv, done))
-
-        restored = self._attempt(run, index, page, restore)
-        self._end_page(run, index, page, size, restored)
-
-    @staticmethod
-    def _fill(decode: Callable[[torch.Tensor], None], page: StoredPage, kv: torch.Tensor, done: PageDone) -> None:
-        decode(kv)
-        done(page, kv)
-
-    def _fetch(self, page: StoredPage, fetch: PageFetch) -> bool:
+    def _fetch(self, page: StoredPage, fetch: Callable[[StoreBackend, StoredPage], None]) -> bool:
         return self._request(self._reading, lambda: fetch(self.backend, page) is None, False)
 
-    def _attempt(self, run: PageRun, index: int, page: StoredPage, work: Callable[[], bool]) -> bool:
+    def _attempt(self, run: PageRun, index: int, work: Callable[[], bool]) -> bool:
         """Whether ``work`` on a page succeeds. Measures it, and deletes an object that is not the page."""
         begin = time.monotonic()
         try:
@@ -354,16 +330,16 @@ class PrefixStore:
             with self._lock:
                 self.counters.bad_pages += 1
             # Otherwise the page would never be written again.
-            self._request(self._writing, lambda: self.backend.delete([page.name]), None)
+            self._request(self._writing, lambda: self.backend.delete([run.pages[index].name]), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be read from prefix store %s", self.url)
         finally:
             run.seconds[index] += time.monotonic() - begin
         return False
 
-    def _end_page(self, run: PageRun, index: int, page: StoredPage, size: int, restored: bool) -> None:
+    def _end_page(self, run: PageRun, index: int, size: int, restored: bool) -> None:
         """Record how a page ended, and measure the store. ``size``: bytes of KV that were read."""
-        page.release()
+        run.pages[index].release()
         with self._lock:
             if restored:
                 self.counters.read_bytes += size
