@@ -216,7 +216,8 @@ class StoredPrefixes:
         self._remember(page.page_hash)
         self.host.tier.pool.pages.hold(host_pages)
         self._held_pages += len(host_pages)
-        done = self.store.write(page, lambda _: self._tensors(host_pages), lambda: all(each.done for each in stores))
+        is_ready, is_intact = lambda: all(each.done for each in stores), partial(self._is_intact, host_pages)
+        done = self.store.write(page, lambda _: self._tensors(host_pages), is_ready, is_intact)
         self._writes.append((page, done, host_pages))
 
     def _synchronize(self) -> tuple[bool, bool]:
@@ -398,8 +399,16 @@ class StoredPrefixes:
         if not self._fills_host_pages(own):
             tail = torch.stack(list(tensors))[:, -len(own) * size :]
             pool.kv[:, :, own] = tail.unflatten(1, (-1, size)).unflatten(0, pool.kv.shape[:2])
-        slots = (own[:, None] * size + torch.arange(size)).flatten()
-        pool.checksums[own] = self._checksums.of(slots)
+        pool.checksums[own] = self._checksums_of(own)
+
+    @torch.inference_mode()
+    def _is_intact(self, host_pages: torch.Tensor) -> bool:
+        """Whether host pages still have their checksums. Loads compare them, too. A changed page would reach other servers as a valid object."""
+        return torch.equal(self._checksums_of(host_pages), self.host.tier.pool.checksums[host_pages])
+
+    def _checksums_of(self, host_pages: torch.Tensor) -> torch.Tensor:
+        """Checksums of what host pages hold now: int64 [pages]."""
+        return self._checksums.of((host_pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten())
 
     def _insert(self, fetch: Fetch, restored: int) -> int:
         """Insert the restored pages into the tree, and free the other host pages. Returns the number of inserted tokens."""

@@ -228,14 +228,17 @@ class PrefixStore:
         """Bytes of KV that a reading thread restores per second. None if no page was read in the last :data:`RATE_SECONDS`."""
         return self._bandwidth.bandwidth if time.monotonic() - self._measured_at < RATE_SECONDS else None
 
-    def write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> "Future[bool]":
+    def write(
+        self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool], intact: Callable[[], bool] = lambda: True
+    ) -> "Future[bool]":
         """Write a page in a thread. The result is whether the store has it.
 
         Args:
             tensors: The page. Called once ``ready`` returns True.
             ready: Whether the page's memory is complete.
+            intact: Whether the page's memory still holds what was put there. If not, the page is not written.
         """
-        return self._writers.submit(self._write, page, tensors, ready)
+        return self._writers.submit(self._write, page, tensors, ready, intact)
 
     def count_run(self, names: Sequence[str]) -> "Future[int]":
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
@@ -272,13 +275,17 @@ class PrefixStore:
             pool.shutdown(cancel_futures=True)
         self.backend.close()
 
-    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool]) -> bool:
+    def _write(self, page: StoredPage, tensors: PageTensors, ready: Callable[[], bool], intact: Callable[[], bool]) -> bool:
         while not ready():
             time.sleep(0.002)
         if not self.can_write:
             return False
         try:
             parts = encode_object(page, tensors(page))
+            # Afterwards: the object's own checksums are those of what was encoded.
+            if not intact():
+                logger.warning("sglang-ext: host memory changed before page %s was written to prefix store %s", page.name, self.url)
+                return False
             is_new = self._request(self._writing, lambda: self.backend.put(page.name, parts), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)

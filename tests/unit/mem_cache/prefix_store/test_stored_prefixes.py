@@ -387,6 +387,18 @@ def test_pages_that_wait_to_be_written_keep_their_content(worlds, tmp_path):
     assert first.stored.dropped > 0
 
 
+def test_a_page_that_changed_in_host_memory_is_not_written(worlds):
+    first, second = worlds(), worlds()
+    done(first, PROMPT[:2])
+    first.node(PROMPT[:2]).store.synchronize()
+    first.tier.pool.flip(int(first.node(PROMPT[:2]).host_value[0]))
+    done(first, PROMPT)
+    first.written()
+    # Its checksums would be those of the wrong numbers.
+    assert first.store.counters.written_pages == 4
+    assert second.serve(PROMPT) == 0
+
+
 def test_held_pages_are_free_when_they_are_released():
     pages = HostPages(6)
     mine = pages.allocate(4)
