@@ -101,6 +101,7 @@ class Fetch:
         since: When the lookup began, and then when reading began, in seconds. Between both the request may wait for other requests, or
             on a prefill server for a decode server.
         host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
+        busy: Ends of transfers that still use these pages for the nodes that had them before.
         run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
     """
@@ -112,6 +113,7 @@ class Fetch:
     req: "Req"
     since: float = field(default_factory=lambda: time.monotonic())
     host_pages: torch.Tensor | None = None
+    busy: Sequence[Mark] = ()
     run: PageRun | None = None
     asked: float = 0.0
 
@@ -355,6 +357,7 @@ class StoredPrefixes:
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
             finish, fetch.since = partial(self._finish_page, fetch), time.monotonic()
+            fetch.busy = self.host.tier.unfinished(fetch.host_pages)
             drafts = self.drafter is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
             fetch.run = self.store.read(fetch.pages[:found], partial(self._targets, fetch), finish, anchors=finish if drafts else None)
         return True
@@ -385,7 +388,9 @@ class StoredPrefixes:
         return len(own) == self.unit // self._page_size and len(runs(own)) == 1
 
     def _targets(self, fetch: Fetch, page: StoredPage) -> Sequence[torch.Tensor]:
-        """Tensors that a store page is restored to."""
+        """Tensors that a store page is restored to. Called by reading threads: on a GPU, earlier transfers of these host pages may be running."""
+        for transfer_end in fetch.busy:
+            transfer_end.wait()
         own, kv = self._own_pages(fetch, page), self.host.tier.pool.kv
         if self._fills_host_pages(own):
             return self._tensors(own)
