@@ -180,6 +180,8 @@ class StoredPrefixes:
         self._known: dict[bytes, None] = {}
         self._writes: deque[tuple[StoredPage, Future[bool], torch.Tensor]] = deque()
         self._held_pages = 0
+        # The lookup that was given up last.
+        self._late: Future[int] | None = None
         pool = host.tier.pool
         layers = pool.kv.shape[1]
         keys, values = (tuple(pool.kv[kind, layer].flatten(0, 1) for layer in range(layers)) for kind in (0, 1))
@@ -225,7 +227,9 @@ class StoredPrefixes:
     def _synchronize(self) -> tuple[bool, bool]:
         """Release host pages whose writes have ended on all ranks. Returns whether the store of each rank may be read, and be written."""
         done = [done.result() for _, done, _ in takewhile(lambda write: write[1].done(), self._writes)]
-        states = self._ranks.gather((done, self.store.can_read, self.store.can_write))
+        # While a lookup hangs, another one would only delay its request.
+        can_read = self.store.can_read and (self._late is None or self._late.done())
+        states = self._ranks.gather((done, can_read, self.store.can_write))
         # A page is in the store if all ranks have written it.
         for written in zip(*(done for done, _, _ in states)):
             page, _, host_pages = self._writes.popleft()
@@ -345,7 +349,7 @@ class StoredPrefixes:
         if any(found is None for found, _ in states):
             if not states[0][1]:
                 return False
-            found = 0
+            found, self._late = 0, fetch.found
         else:
             found = min(found for found, _ in states)
         if not found:
