@@ -290,7 +290,7 @@ class StoredPrefixes:
         if fetch.run is not None:
             now = fetch.run.ended, self._is_too_slow(fetch), fetch.run.has_anchors, fetch.run.lacks_anchors
             states = self._ranks.gather(now)
-            if not all(ended for ended, *_ in states) and not states[0][1]:
+            if not all(ended for ended, *_ in states) and not any(is_too_slow for _, is_too_slow, *_ in states):
                 if any(lacks_anchors for *_, lacks_anchors in states):
                     # No rank drafts, so that residuals may replace anchors.
                     fetch.run.release_anchors()
@@ -355,7 +355,7 @@ class StoredPrefixes:
         if not found:
             return True
         tokens = fetch.pages[found - 1].start + self.unit - fetch.begin
-        if self._ranks.agree(self._predicts_loss(found, tokens)):
+        if any(self._ranks.gather(self._predicts_loss(found, tokens))):
             self.skipped_slow += 1
             return True
         fetch.host_pages = self.host.allocate(tokens // self._page_size)

@@ -3,9 +3,18 @@
 import threading
 import time
 
-from test_stored_prefixes import OTHER, PROMPT, worlds  # noqa: F401
+import pytest
+from rank_threads import on_ranks
+from test_stored_prefixes import OTHER, PROMPT, Store, worlds  # noqa: F401
 
 from sglang_ext.mem_cache.prefix_cache import stored_prefixes
+
+
+def measure_computing(world, seconds=0.01):
+    """Let a world know how long it computes 200 tokens."""
+    world.stored.compute.begin("an earlier request")
+    time.sleep(seconds)
+    world.stored.compute.end("an earlier request", 200)
 
 
 def test_a_lookup_that_hangs_delays_one_request(worlds, monkeypatch):  # noqa: F811
@@ -21,3 +30,26 @@ def test_a_lookup_that_hangs_delays_one_request(worlds, monkeypatch):  # noqa: F
     gate.set()
     second.stored._late.result(10)
     assert second.serve(PROMPT) == 40
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_store_that_hangs_for_one_rank_is_given_up_by_all(worlds, tmp_path, late):  # noqa: F811
+    made = {rank: Store(tmp_path / str(rank)) for rank in (0, 1)}
+
+    def serve(ranks):
+        world, backend = worlds(backend=made[ranks.rank], ranks=ranks), made[ranks.rank]
+        world.serve(PROMPT)
+        world.written()
+        world.cache.reset()
+        world.allocator.clear()
+        measure_computing(world)
+        if ranks.rank == late:
+            backend.may_read.clear()
+        begin = time.monotonic()
+        loaded = world.serve(PROMPT)
+        seconds = time.monotonic() - begin
+        backend.may_read.set()
+        return loaded, seconds
+
+    for loaded, seconds in on_ranks(2, serve):
+        assert loaded == 0 and seconds < 2
