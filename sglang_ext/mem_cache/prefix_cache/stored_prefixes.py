@@ -240,6 +240,13 @@ class StoredPrefixes:
                 self._known.pop(page.page_hash, None)
         return all(can_read for _, can_read, _ in states), all(can_write for *_, can_write in states)
 
+    def _note_lookup(self, pages: Sequence[StoredPage], found: int) -> None:
+        """Remember the leading ``found`` pages, also those that will not be read. The others will be written."""
+        for page in pages[:found]:
+            self._remember(page.page_hash)
+        for page in pages[found:]:
+            self._known.pop(page.page_hash, None)
+
     def _remember(self, page_hash: bytes) -> None:
         self._known[page_hash] = None
         if len(self._known) > MAX_KNOWN_PAGES:
@@ -302,10 +309,11 @@ class StoredPrefixes:
             if self.drafter is not None:
                 self.drafter.finish(rid)
             self._loaded[rid] = self._insert(fetch, restored)
+            # On some rank this page may be damaged, and deleted.
+            for page in fetch.pages[restored : restored + 1]:
+                self._known.pop(page.page_hash, None)
         else:
             restored = 0
-        for page in fetch.pages[restored:]:
-            self._known.pop(page.page_hash, None)
         self.hits += restored
         self.misses += len(fetch.pages) - restored
         del self._fetches[rid]
@@ -352,6 +360,7 @@ class StoredPrefixes:
             found, self._late = 0, fetch.found
         else:
             found = min(found for found, _ in states)
+            self._note_lookup(fetch.pages, found)
         if not found:
             return True
         tokens = fetch.pages[found - 1].start + self.unit - fetch.begin
@@ -435,8 +444,6 @@ class StoredPrefixes:
             nodes.add_on_host(parent, rest, used, _ended_store(len(used) * pool.page_bytes, used))
         if len(unused):
             pool.pages.free(unused)
-        for page in fetch.pages[:restored]:
-            self._remember(page.page_hash)
         return len(used) * size
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from rank_threads import on_ranks
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_stored_prefixes import OTHER, PROMPT, Store, worlds  # noqa: F401
 
 from sglang_ext.mem_cache.prefix_cache import stored_prefixes
@@ -53,3 +54,23 @@ def test_a_store_that_hangs_for_one_rank_is_given_up_by_all(worlds, tmp_path, la
 
     for loaded, seconds in on_ranks(2, serve):
         assert loaded == 0 and seconds < 2
+
+
+def test_pages_that_the_store_has_are_not_written_again_if_computing_is_faster(worlds):  # noqa: F811
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    measure_computing(second)
+    second.backend.seconds = 0.2
+    second.serve(PROMPT)
+    second.written()
+    # Read at last, so that the store is known to be slow.
+    time.sleep(0.5)
+    second.cache.evict(EvictParams(num_tokens=second.slots))
+    second.cache.reset()
+    second.allocator.clear()
+    names, put = [], second.backend.inner.put
+    second.backend.inner.put = lambda name, parts: names.append(name) or put(name, parts)
+    assert second.serve(PROMPT) == 0 and second.stored.skipped_slow == 1
+    second.written()
+    assert not names
