@@ -386,6 +386,8 @@ class StoredPrefixes:
         elapsed, pages, progress = time.monotonic() - fetch.since, fetch.run.num_pages, fetch.run.progress
         if elapsed > FETCH_SECONDS:
             return True
+        # The scheduler asks for no request while the batch is full, and then releases no anchors.
+        elapsed -= fetch.run.held_seconds
         compute = self.compute.seconds((pages - fetch.run.restored) * self.unit)
         if compute is None or elapsed < GRACE_SECONDS + GRACE_SHARE * compute:
             return False

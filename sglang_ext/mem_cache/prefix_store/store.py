@@ -103,6 +103,9 @@ class PageRun:
         self._submit = submit
         # Work that overwrites anchors. None if it need not wait.
         self._waiting: list[Callable[[], None]] | None = None if submit is None else []
+        # When the last anchors were there, and when they were released, in seconds.
+        self._anchored_at: float | None = None
+        self._released_at: float | None = None
         self._changed = threading.Condition()
 
     @property
@@ -132,10 +135,19 @@ class PageRun:
         """Whether the anchors of a page could not be read."""
         return False in self._anchors
 
+    @property
+    def held_seconds(self) -> float:
+        """Time in which the caller held the anchors of all pages, so that no page could be restored."""
+        if self._anchored_at is None:
+            return 0.0
+        return (time.monotonic() if self._released_at is None else self._released_at) - self._anchored_at
+
     def release_anchors(self) -> None:
         """Let the reading threads overwrite the anchors."""
         with self._changed:
             waiting, self._waiting = self._waiting or [], None
+            if self._released_at is None:
+                self._released_at = time.monotonic()
         for work in waiting:
             self._submit(work)
 
@@ -169,6 +181,8 @@ class PageRun:
         """Record whether the tensors hold the anchors of page ``index``. Returns whether it was the last page."""
         with self._changed:
             self._anchors[index] = filled
+            if all(self._anchors):
+                self._anchored_at = time.monotonic()
             return None not in self._anchors
 
     def is_anchored(self, index: int) -> bool:
