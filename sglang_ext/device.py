@@ -61,6 +61,11 @@ class Mark:
         """Whether the device reached the mark."""
         return self.event is None or self.event.query()
 
+    def wait(self) -> None:
+        """Wait on the host until the device reaches the mark."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def until(self, later: "Mark") -> float:
         """Seconds to a later mark. Both marks must be reached."""
         if self.event is None:

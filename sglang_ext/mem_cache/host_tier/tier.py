@@ -119,7 +119,8 @@ class HostTier:
 
     All calls come from one thread. A transfer starts after the work enqueued before the call on the current stream and on ``forward_stream``,
     where forwards run that may still write freed slots. Its device slots must not change until it is done. Later work that writes,
-    reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered.
+    reads or frees them must wait for it (:meth:`Transfer.wait`). Host pages need no such wait: transfers of the same pages are ordered. Only a
+    thread that writes host pages waits, for :meth:`unfinished` ones.
 
     ``staging`` is the device bytes for the buffers of one direction, at least two pages of one layer's keys. None for :func:`staging_bytes`.
     ``residuals`` is the layout of pages in a page-first pool. ``forward_stream`` is None if forwards run on the current stream. Raises
@@ -182,6 +183,11 @@ class HostTier:
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
         return self._begin(self._load, slots, pages, blocks)
+
+    def unfinished(self, pages: torch.Tensor) -> list[Mark]:
+        """Ends of launched transfers that may still use host ``pages``, which were freed since. Other memory writes must wait for them."""
+        ends = [last.end(pages) for last in (self._stored, self._loaded)]
+        return [end for end in ends if end is not None]
 
     def close(self) -> None:
         """Finish all transfers. None may be started afterwards."""

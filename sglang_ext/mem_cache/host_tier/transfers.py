@@ -111,9 +111,11 @@ class LastTransfers:
 
     def _forget_ended(self) -> None:
         for number in list(self.running):
-            if not self.running[number].reached:
+            # Another thread may have asked, too.
+            mark = self.running.get(number)
+            if mark is not None and not mark.reached:
                 break
-            del self.running[number]
+            self.running.pop(number, None)
 
 
 class TransferError(RuntimeError):

@@ -101,6 +101,7 @@ class Fetch:
         since: When the lookup began, and then when reading began, in seconds. Between both the request may wait for other requests, or
             on a prefill server for a decode server.
         host_pages: Host pages for the tokens from ``begin`` on, int64. None before pages are read.
+        busy: Ends of transfers that still use these pages for the nodes that had them before.
         run: The pages that are being read: those that all ranks found. None before.
         asked: When the scheduler last asked for the request, in seconds.
     """
@@ -112,6 +113,7 @@ class Fetch:
     req: "Req"
     since: float = field(default_factory=lambda: time.monotonic())
     host_pages: torch.Tensor | None = None
+    busy: Sequence[Mark] = ()
     run: PageRun | None = None
     asked: float = 0.0
 
@@ -178,6 +180,8 @@ class StoredPrefixes:
         self._known: dict[bytes, None] = {}
         self._writes: deque[tuple[StoredPage, Future[bool], torch.Tensor]] = deque()
         self._held_pages = 0
+        # The lookup that was given up last.
+        self._late: Future[int] | None = None
         pool = host.tier.pool
         layers = pool.kv.shape[1]
         keys, values = (tuple(pool.kv[kind, layer].flatten(0, 1) for layer in range(layers)) for kind in (0, 1))
@@ -216,13 +220,16 @@ class StoredPrefixes:
         self._remember(page.page_hash)
         self.host.tier.pool.pages.hold(host_pages)
         self._held_pages += len(host_pages)
-        done = self.store.write(page, lambda _: self._memory(host_pages), lambda: all(each.done for each in stores))
+        is_ready, is_intact = lambda: all(each.done for each in stores), partial(self._is_intact, host_pages)
+        done = self.store.write(page, lambda _: self._memory(host_pages), is_ready, is_intact)
         self._writes.append((page, done, host_pages))
 
     def _synchronize(self) -> tuple[bool, bool]:
         """Release host pages whose writes have ended on all ranks. Returns whether the store of each rank may be read, and be written."""
         done = [done.result() for _, done, _ in takewhile(lambda write: write[1].done(), self._writes)]
-        states = self._ranks.gather((done, self.store.can_read, self.store.can_write))
+        # While a lookup hangs, another one would only delay its request.
+        can_read = self.store.can_read and (self._late is None or self._late.done())
+        states = self._ranks.gather((done, can_read, self.store.can_write))
         # A page is in the store if all ranks have written it.
         for written in zip(*(done for done, _, _ in states)):
             page, _, host_pages = self._writes.popleft()
@@ -232,6 +239,13 @@ class StoredPrefixes:
                 self.dropped += 1
                 self._known.pop(page.page_hash, None)
         return all(can_read for _, can_read, _ in states), all(can_write for *_, can_write in states)
+
+    def _note_lookup(self, pages: Sequence[StoredPage], found: int) -> None:
+        """Remember the leading ``found`` pages, also those that will not be read. The others will be written."""
+        for page in pages[:found]:
+            self._remember(page.page_hash)
+        for page in pages[found:]:
+            self._known.pop(page.page_hash, None)
 
     def _remember(self, page_hash: bytes) -> None:
         self._known[page_hash] = None
@@ -278,7 +292,7 @@ class StoredPrefixes:
         if fetch.run is not None:
             now = fetch.run.ended, self._is_too_slow(fetch), fetch.run.has_anchors, fetch.run.lacks_anchors
             states = self._ranks.gather(now)
-            if not all(ended for ended, *_ in states) and not states[0][1]:
+            if not all(ended for ended, *_ in states) and not any(is_too_slow for _, is_too_slow, *_ in states):
                 if any(lacks_anchors for *_, lacks_anchors in states):
                     # No rank drafts, so that residuals may replace anchors.
                     fetch.run.release_anchors()
@@ -290,10 +304,11 @@ class StoredPrefixes:
             if self.drafter is not None:
                 self.drafter.finish(rid)
             self._loaded[rid] = self._insert(fetch, restored)
+            # On some rank this page may be damaged, and deleted.
+            for page in fetch.pages[restored : restored + 1]:
+                self._known.pop(page.page_hash, None)
         else:
             restored = 0
-        for page in fetch.pages[restored:]:
-            self._known.pop(page.page_hash, None)
         self.hits += restored
         self.misses += len(fetch.pages) - restored
         del self._fetches[rid]
@@ -337,18 +352,19 @@ class StoredPrefixes:
         if any(found is None for found, _ in states):
             if not states[0][1]:
                 return False
-            found = 0
+            found, self._late = 0, fetch.found
         else:
             found = min(found for found, _ in states)
+            self._note_lookup(fetch.pages, found)
         if not found:
             return True
         tokens = fetch.pages[found - 1].start + self.unit - fetch.begin
-        if self._ranks.agree(self._predicts_loss(found, tokens)):
+        if any(self._ranks.gather(self._predicts_loss(found, tokens))):
             self.skipped_slow += 1
             return True
         fetch.host_pages = self.host.allocate(tokens // self._page_size)
         if fetch.host_pages is not None:
-            fetch.since = time.monotonic()
+            fetch.since, fetch.busy = time.monotonic(), self.host.tier.unfinished(fetch.host_pages)
             drafts = self.drafter is not None and self.drafter.can_draft(fetch.req, fetch.begin + tokens)
             fetch.run = self.store.read(fetch.pages[:found], partial(self._target, fetch), partial(self._finish_page, fetch), drafts)
         return True
@@ -363,6 +379,8 @@ class StoredPrefixes:
         elapsed, pages, progress = time.monotonic() - fetch.since, len(fetch.run.pages), fetch.run.progress
         if elapsed > FETCH_SECONDS:
             return True
+        # The scheduler asks for no request while the batch is full, and then releases no anchors.
+        elapsed -= fetch.run.held_seconds
         compute = self.compute.seconds((pages - fetch.run.restored) * self.unit)
         if compute is None or elapsed < GRACE_SECONDS + GRACE_SHARE * compute:
             return False
@@ -378,7 +396,12 @@ class StoredPrefixes:
         return len(own) == self.unit // self._page_size and len(runs(own)) == 1
 
     def _target(self, fetch: Fetch, page: StoredPage) -> torch.Tensor:
-        """Memory that a store page is restored to, as :meth:`_memory`."""
+        """Memory that a store page is restored to, as :meth:`_memory`.
+
+        Called by reading threads. On a GPU, earlier transfers of these host pages may still run, so that it waits for them.
+        """
+        for transfer_end in fetch.busy:
+            transfer_end.wait()
         own, kv = self._own_pages(fetch, page), self.host.tier.pool.kv
         if self._fills_host_pages(own):
             return self._memory(own)
@@ -392,8 +415,16 @@ class StoredPrefixes:
         if not self._fills_host_pages(own):
             tail = kv[:, -len(own) * size :]
             pool.kv[:, :, own] = tail.unflatten(1, (-1, size)).unflatten(0, pool.kv.shape[:2])
-        slots = (own[:, None] * size + torch.arange(size)).flatten()
-        pool.checksums[own] = self._checksums.of(slots)
+        pool.checksums[own] = self._checksums_of(own)
+
+    @torch.inference_mode()
+    def _is_intact(self, host_pages: torch.Tensor) -> bool:
+        """Whether host pages still have their checksums. Loads compare them, too. A changed page would reach other servers as a valid object."""
+        return torch.equal(self._checksums_of(host_pages), self.host.tier.pool.checksums[host_pages])
+
+    def _checksums_of(self, host_pages: torch.Tensor) -> torch.Tensor:
+        """Checksums of what host pages hold now: int64 [pages]."""
+        return self._checksums.of((host_pages[:, None] * self._page_size + torch.arange(self._page_size)).flatten())
 
     def _insert(self, fetch: Fetch, restored: int) -> int:
         """Insert the restored pages into the tree, and free the other host pages. Returns the number of inserted tokens."""
@@ -411,8 +442,6 @@ class StoredPrefixes:
             nodes.add_on_host(parent, rest, used, _ended_store(len(used) * pool.page_bytes, used))
         if len(unused):
             pool.pages.free(unused)
-        for page in fetch.pages[:restored]:
-            self._remember(page.page_hash)
         return len(used) * size
 
 

@@ -108,6 +108,9 @@ class PageRun:
         self._submit = submit
         # Work that overwrites anchors. None if it need not wait.
         self._waiting: list[Callable[[], None]] | None = None if submit is None else []
+        # When the last anchors were there, and when they were released, in seconds.
+        self._anchored_at: float | None = None
+        self._released_at: float | None = None
         self._changed = threading.Condition()
 
     @property
@@ -137,10 +140,19 @@ class PageRun:
         """Whether the anchors of a page could not be read."""
         return False in self._anchors
 
+    @property
+    def held_seconds(self) -> float:
+        """Time in which the caller held the anchors of all pages, so that no page could be restored."""
+        if self._anchored_at is None:
+            return 0.0
+        return (time.monotonic() if self._released_at is None else self._released_at) - self._anchored_at
+
     def release_anchors(self) -> None:
         """Let the reading threads overwrite the anchors."""
         with self._changed:
             waiting, self._waiting = self._waiting or [], None
+            if self._released_at is None:
+                self._released_at = time.monotonic()
         for work in waiting:
             self._submit(work)
 
@@ -176,6 +188,8 @@ class PageRun:
         """Record whether the memory of page ``index`` holds its anchors. Returns whether it was the last page."""
         with self._changed:
             self._anchors[index] = filled
+            if all(self._anchors):
+                self._anchored_at = time.monotonic()
             return None not in self._anchors
 
     def is_anchored(self, index: int) -> bool:
@@ -230,14 +244,17 @@ class PrefixStore:
         """Bytes of KV that a reading thread restores per second. None if no page was read in the last :data:`RATE_SECONDS`."""
         return self._bandwidth.bandwidth if time.monotonic() - self._measured_at < RATE_SECONDS else None
 
-    def write(self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool]) -> "Future[bool]":
+    def write(
+        self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool], intact: Callable[[], bool] = lambda: True
+    ) -> "Future[bool]":
         """Write a page in a thread. The result is whether the store has it.
 
         Args:
             memory: The page's KV. Called once ``ready`` returns True.
             ready: Whether the page's memory is complete.
+            intact: Whether the page's memory still holds what was put there. If not, the page is not written.
         """
-        return self._writers.submit(self._write, page, memory, ready)
+        return self._writers.submit(self._write, page, memory, ready, intact)
 
     def count_run(self, names: Sequence[str]) -> "Future[int]":
         """Count in a thread how many leading ``names`` the store has. 0 if the store fails."""
@@ -266,13 +283,17 @@ class PrefixStore:
             pool.shutdown(cancel_futures=True)
         self.backend.close()
 
-    def _write(self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool]) -> bool:
+    def _write(self, page: StoredPage, memory: PageMemory, ready: Callable[[], bool], intact: Callable[[], bool]) -> bool:
         while not ready():
             time.sleep(0.002)
         if not self.can_write:
             return False
         try:
             parts = encode_object(page, memory(page))
+            # Afterwards: the object's own checksums are those of what was encoded.
+            if not intact():
+                logger.warning("sglang-ext: host memory changed before page %s was written to prefix store %s", page.name, self.url)
+                return False
             is_new = self._request(self._writing, lambda: self.backend.put(page.name, parts), None)
         except Exception:
             logger.exception("sglang-ext: a page cannot be written to prefix store %s", self.url)

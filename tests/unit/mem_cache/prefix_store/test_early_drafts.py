@@ -286,6 +286,20 @@ def test_drafts_end_where_others_need_their_slots(early):
     world.check_nothing_held()
 
 
+def test_a_full_batch_is_not_taken_for_a_slow_store(early):
+    world = early()
+    world.backend.may_read_residuals.set()
+    world.stored.compute.begin("an earlier request")
+    time.sleep(0.25)
+    world.stored.compute.end("an earlier request", 10)
+    world.arrive(PROMPT)
+    world.pass_until(lambda: world.stored.reading(RID) is not None)
+    # The scheduler asks for no waiting request, so that nothing releases the anchors.
+    time.sleep(1.5)
+    assert world.wait() == 40
+    world.check_nothing_held()
+
+
 @pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"min_p": 0.1}, {"max_new_tokens": 1}])
 def test_requests_whose_drafts_would_be_wrong_or_useless_do_not_draft(early, params):
     world = early()

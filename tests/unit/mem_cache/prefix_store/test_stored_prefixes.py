@@ -17,6 +17,7 @@ from rank_threads import on_ranks
 from tiered_helpers import PAGE, Request, TokenTable, World, done, kv_of
 
 from sglang_ext.core import TPRanks
+from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPages, HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
@@ -385,6 +386,41 @@ def test_pages_that_wait_to_be_written_keep_their_content(worlds, tmp_path):
     second = worlds()
     assert second.serve(PROMPT[:13]) == 8
     assert first.stored.dropped > 0
+
+
+def test_a_page_that_changed_in_host_memory_is_not_written(worlds):
+    first, second = worlds(), worlds()
+    done(first, PROMPT[:2])
+    first.node(PROMPT[:2]).store.synchronize()
+    first.tier.pool.flip(int(first.node(PROMPT[:2]).host_value[0]))
+    done(first, PROMPT)
+    first.written()
+    # Its checksums would be those of the wrong numbers.
+    assert first.store.counters.written_pages == 4
+    assert second.serve(PROMPT) == 0
+
+
+def test_host_pages_are_not_filled_while_a_transfer_of_their_last_owner_runs(worlds):
+    class Event:
+        """An event of a GPU, whose copies run after the pages were freed."""
+
+        reached = threading.Event()
+        query, synchronize = reached.is_set, reached.wait
+
+    first, second = worlds(), worlds()
+    first.serve(PROMPT)
+    first.written()
+    second.tier._stored.note(torch.arange(second.pages.count), Mark(Event()))
+    kv = second.tier.pool.kv.view(torch.int32)
+    before, until = kv.clone(), time.monotonic() + 0.2
+    second.ask(PROMPT)
+    while time.monotonic() < until:
+        second.cache.check_prefetch_progress("a request")
+    is_unchanged = torch.equal(kv, before)
+    Event.reached.set()
+    assert is_unchanged
+    assert second.wait() == 40
+    second.check_kv()
 
 
 def test_held_pages_are_free_when_they_are_released():
