@@ -280,8 +280,6 @@ class PrefixTree:
         """Free a node's host pages, if it has any."""
         if node.host_value is not None:
             set_anchors(node, ())
-            # A thread that reads from a prefix store may write the pages at once.
-            node.store.synchronize()
             self.host_pages.free(node.host_value)
             node.host_value = node.store = None
             self.update_eviction_sets(node)

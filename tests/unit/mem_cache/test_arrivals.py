@@ -72,37 +72,6 @@ class SlowTier(HostTier):
         return super().load(pages, slots, Late(self.seconds))
 
 
-class StreamedTransfer(Transfer):
-    """A transfer that the stream waits for, as on a GPU. The host does not."""
-
-    def wait(self):
-        pass
-
-
-class StreamedTier(SlowTier):
-    """Stores as on a GPU."""
-
-    def store(self, slots, pages, blocks=None):
-        return StreamedTransfer(**vars(super().store(slots, pages, blocks)))
-
-
-def test_host_pages_are_freed_once_no_store_writes_them():
-    world = World(host=False)
-    world.tier = StreamedTier(world.buffers, world.tier.pool)
-    world.tier.seconds = 0.2
-    world.cache.use_host(world.tier)
-    req = world.start(A)
-    leaf = req.last_node
-    world.finish(req)
-    world.cache.host.back_up(leaf)
-    pages = leaf.host_value
-    world.cache.nodes.drop(leaf)
-    # As a thread that reads from a prefix store.
-    world.tier.pool.kv[:, :, pages] = 7
-    world.tier.close()
-    assert (world.tier.pool.kv[:, :, pages] == 7).all() and world.pages.free_pages == world.pages.count
-
-
 def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
         world, seen = World(host=False), []
