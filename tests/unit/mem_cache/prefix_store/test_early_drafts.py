@@ -293,7 +293,7 @@ def test_a_full_batch_is_not_taken_for_a_slow_store(early):
     time.sleep(0.25)
     world.stored.compute.end("an earlier request", 10)
     world.arrive(PROMPT)
-    world.pass_until(lambda: world.stored.reading(RID) is not None)
+    world.pass_until(lambda: world.pages.free_pages < world.pages.count)
     # The scheduler asks for no waiting request, so that nothing releases the anchors.
     time.sleep(1.5)
     assert world.wait() == 40
