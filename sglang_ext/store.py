@@ -142,8 +142,12 @@ def _errors_of(url: str) -> Iterator[None]:
 
 
 def _open(url: str, args: argparse.Namespace) -> StoreBackend:
-    """Open a store, which is closed at the end of the command."""
-    return args.opened.enter_context(closing(open_backend(url)))
+    """Open a store, which is closed at the end of the command. Raises ``CommandError`` with the remedy if it does not answer."""
+    try:
+        backend = open_backend(url)
+    except StoreError as error:
+        raise CommandError(f"{url}: {error}; start this store, or pass the URL of one that runs") from error
+    return args.opened.enter_context(closing(backend))
 
 
 def _open_existing(args: argparse.Namespace) -> StoreBackend:
@@ -220,9 +224,7 @@ def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
 
 def copy_pages(args: argparse.Namespace, console: Console) -> int:
     """Copy all undamaged pages that the other store lacks."""
-    source = _open_existing(args)
-    with _errors_of(args.to):
-        target = _open(args.to, args)
+    source, target = _open_existing(args), _open(args.to, args)
     copied = size = damaged = gone = 0
     for page, content in _contents(source):
         if content is None or isinstance(content, ObjectError):

@@ -169,8 +169,13 @@ def test_the_commands_load_no_model_code_and_print_nothing_else(backend):
     assert (done.returncode, done.stdout, done.stderr) == (0, "5 pages, 0 damaged\n", "")
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0"])
+@pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0", "tcp://127.0.0.1:1"])
 def test_a_store_that_cannot_be_opened_is_named_with_the_remedy(url):
     pytest.importorskip("redis") if url.startswith("redis") else None
     code, text = run("list", url)
-    assert code == 2 and text.startswith("store: ") and url.split(":")[0] in text
+    assert code == 2 and text.startswith("store: ") and url.split(":")[0] in text and "pass" in text
+
+
+def test_a_copy_names_the_target_that_does_not_answer(backend):
+    code, text = run("copy", f"file:{backend.folder}", "tcp://127.0.0.1:1")
+    assert code == 2 and text.startswith("store: tcp://127.0.0.1:1: ") and "start this store" in text
