@@ -201,6 +201,9 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
             raise CommandError(f"{flag} {limit:g}: pass 0 or more")
     backend = _open_existing(args)
     pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
+    namespaces = {each.name.partition("/")[0] for each in pages}
+    if args.namespace is not None and args.namespace not in namespaces:
+        raise CommandError(f"--namespace {args.namespace!r}: {args.url} has none of this name; `list {args.url}` prints those that it has")
     if args.older_than is not None and any(each.used_at is None for each in pages):
         raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
     gone: list[StoredObject] = []

@@ -117,6 +117,11 @@ def test_prune_without_a_limit_deletes_nothing(backend):
     assert code == 2 and "pass --max-gb" in text and len(names(backend)) == 5
 
 
+def test_a_namespace_that_the_store_lacks_is_refused(backend):
+    code, text = run("prune", f"file:{backend.folder}", "--namespace", "mistyped")
+    assert code == 2 and "--namespace 'mistyped'" in text and "prints those that it has" in text and len(names(backend)) == 5
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--max-gb", -1), ("--max-gb", "nan"), ("--older-than", -1)])
 def test_limits_below_zero_are_refused(backend, flag, value):
     code, text = run("prune", f"file:{backend.folder}", flag, value)
