@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_ext import store
+from sglang_ext import link_keys, store
 from sglang_ext.managers.store_server import server
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
@@ -163,6 +163,13 @@ def test_a_slow_copy_outlives_the_connection_of_its_listing(backend, tmp_path, m
     with closing(server.StoreServer("tcp://127.0.0.1:0", ObjectCache(1 << 20, backend))) as source:
         code, text = run("copy", source.endpoint, f"file:{tmp_path}/other")
     assert code == 0 and text.startswith("5 pages copied")
+
+
+def test_written_keys_are_told_for_links_and_for_stores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["link_keys", f"{tmp_path}/keys"])
+    link_keys.main()
+    text = capsys.readouterr().out
+    assert all(f"{use}{tmp_path}/keys" in text for use in ("--kv-link-keys ", "--keys ", "?keys="))
 
 
 def test_the_commands_load_no_model_code_and_print_nothing_else(backend):
