@@ -39,7 +39,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
 from sglang_ext.mem_cache.prefix_store.file_backend import DEFAULT_MAX_BYTES, FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.object_header import ObjectError, check_object
-from sglang_ext.tools import CommandError, exit_code
+from sglang_ext.tools import LAST_PORT, CommandError, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 def serve_pages(args: argparse.Namespace, console: Console) -> int:
     """Serve pages until SIGTERM or Ctrl-C. Returns 1 if an internal error ended the store."""
     # Links also take sockets in folders, but no URL of a store names one.
-    if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", args.url):
-        raise CommandError(f"--listen {args.url!r}: pass tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7100")
+    found = re.fullmatch(r"tcp://.+:([0-9]{1,5})", args.url)
+    if found is None or int(found[1]) > LAST_PORT:
+        raise CommandError(f"--listen {args.url!r}: pass tcp://ADDRESS:PORT with a port up to {LAST_PORT}, for example tcp://127.0.0.1:7100")
     memory = psutil.virtual_memory().total
     if not 0 < args.memory_gb * GB <= memory:
         raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
