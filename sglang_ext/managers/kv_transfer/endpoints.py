@@ -127,7 +127,7 @@ def listen(
             socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
     except zmq.ZMQError as error:
         context.destroy(0)
-        raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
+        raise LinkError(f"no link can listen on {endpoint}: {error}; name a free port or file, and an address of this machine") from error
     return socket, zap
 
 
