@@ -8,7 +8,7 @@ import inspect
 import sys
 import textwrap
 
-from openai import APIConnectionError, OpenAI
+from openai import APIConnectionError, APIStatusError, OpenAI
 
 
 def main(url: str = "http://127.0.0.1:30000") -> None:
@@ -16,8 +16,10 @@ def main(url: str = "http://127.0.0.1:30000") -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="unused")
     try:
         model = client.models.list().data[0].id
-    except APIConnectionError:
-        sys.exit(f"no server answers at {url}: start one with `make serve`, or pass the URL of another one")
+    except APIConnectionError as error:
+        sys.exit(f"no server answers at {url} ({error.__cause__}): start one with `make serve`, or pass the URL of another one")
+    except APIStatusError as error:
+        sys.exit(f"{url}/v1/models answers with status {error.status_code}: pass the URL of an SGLang server, without /v1")
     question = f"What does this Python module do?\n\n{inspect.getsource(textwrap)[:2000]}"
     stream = client.chat.completions.create(
         model=model,

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from sglang_ext.mem_cache.scores import CheckedFileError, FitRecord, Predictor, is_whole, model_folder, model_key, read_checked, write_checked
 from sglang_ext.tools import CommandError, check_folder, exit_code, show_progress
-from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
+from sglang_ext.tools.reconstruction import AttentionInputs, PromptPrefix, ReconstructionConfig, check_device, read_text, reconstruction_scores
 
 FORMAT = "1"
 # Shorter pieces of a text are skipped: KVzip's scores depend on the number of tokens to attend to.
@@ -289,6 +289,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             raise CommandError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
         raise CommandError(f"--held-out is {args.held_out}; pass the share of the texts to hold out, for example 0.1")
+    check_device(args.device)
     samples = args.out / "work"
     check_folder("--out", args.out)
     check_folder("--out", samples)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_ext.mem_cache.compressors.kvzip import MIN_MATCH, ScoreFile, ScoreFileError, ScoredDocument, write_scores
 from sglang_ext.mem_cache.scores import model_folder, model_key
 from sglang_ext.tools import CommandError, check_folder, exit_code, show_progress
-from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, read_text, reconstruction_scores
+from sglang_ext.tools.reconstruction import PromptPrefix, ReconstructionConfig, check_device, read_text, reconstruction_scores
 
 
 def is_scored(path: Path) -> bool:
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         raise CommandError("--prefix-text and --chat-template both set the text before documents: pass one of them")
     if args.system is not None and not args.chat_template:
         raise CommandError("--system is a message of the chat template: pass --chat-template too")
+    check_device(args.device)
     check_folder("--out", args.out)
     folder = model_folder(args.model, args.revision, download=True)
     beginning = PromptPrefix(args.prefix_text, args.chat_template, args.system)

@@ -39,7 +39,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
 from sglang_ext.mem_cache.prefix_store.file_backend import DEFAULT_MAX_BYTES, FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
 from sglang_ext.mem_cache.prefix_store.object_header import ObjectError, check_object
-from sglang_ext.tools import CommandError, exit_code
+from sglang_ext.tools import LAST_PORT, CommandError, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 def serve_pages(args: argparse.Namespace, console: Console) -> int:
     """Serve pages until SIGTERM or Ctrl-C. Returns 1 if an internal error ended the store."""
     # Links also take sockets in folders, but no URL of a store names one.
-    if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", args.url):
-        raise CommandError(f"--listen {args.url!r}: pass tcp://ADDRESS:PORT, for example tcp://127.0.0.1:7100")
+    found = re.fullmatch(r"tcp://.+:([0-9]{1,5})", args.url)
+    if found is None or int(found[1]) > LAST_PORT:
+        raise CommandError(f"--listen {args.url!r}: pass tcp://ADDRESS:PORT with a port up to {LAST_PORT}, for example tcp://127.0.0.1:7100")
     memory = psutil.virtual_memory().total
     if not 0 < args.memory_gb * GB <= memory:
         raise CommandError(f"--memory-gb {args.memory_gb:g}: pass more than 0 and at most {memory / GB:.1f}, the memory of this machine")
@@ -142,8 +143,12 @@ def _errors_of(url: str) -> Iterator[None]:
 
 
 def _open(url: str, args: argparse.Namespace) -> StoreBackend:
-    """Open a store, which is closed at the end of the command."""
-    return args.opened.enter_context(closing(open_backend(url)))
+    """Open a store, which is closed at the end of the command. Raises ``CommandError`` with the remedy if it does not answer."""
+    try:
+        backend = open_backend(url)
+    except StoreError as error:
+        raise CommandError(f"{url}: {error}; start this store, or pass the URL of one that runs") from error
+    return args.opened.enter_context(closing(backend))
 
 
 def _open_existing(args: argparse.Namespace) -> StoreBackend:
@@ -197,6 +202,9 @@ def prune_pages(args: argparse.Namespace, console: Console) -> int:
             raise CommandError(f"{flag} {limit:g}: pass 0 or more")
     backend = _open_existing(args)
     pages = sorted(backend.objects(), key=lambda each: each.used_at or 0.0)
+    namespaces = {each.name.partition("/")[0] for each in pages}
+    if args.namespace is not None and args.namespace not in namespaces:
+        raise CommandError(f"--namespace {args.namespace!r}: {args.url} has none of this name; `list {args.url}` prints those that it has")
     if args.older_than is not None and any(each.used_at is None for each in pages):
         raise CommandError(f"{args.url} does not know when pages were used: pass --max-gb or --namespace")
     gone: list[StoredObject] = []
@@ -220,9 +228,7 @@ def _is_outdated(page: StoredObject, args: argparse.Namespace) -> bool:
 
 def copy_pages(args: argparse.Namespace, console: Console) -> int:
     """Copy all undamaged pages that the other store lacks."""
-    source = _open_existing(args)
-    with _errors_of(args.to):
-        target = _open(args.to, args)
+    source, target = _open_existing(args), _open(args.to, args)
     copied = size = damaged = gone = 0
     for page, content in _contents(source):
         if content is None or isinstance(content, ObjectError):

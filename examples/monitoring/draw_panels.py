@@ -10,6 +10,7 @@ import json
 import math
 import time
 from pathlib import Path
+from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -34,13 +35,25 @@ def series(prometheus: str, query: str, begin: float, end: float) -> list[tuple[
 
 
 def main() -> None:
-    """Query all panels, and draw those with data."""
+    """Read the options, and draw the panels."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="address (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=5, help="length of the drawn time (default: %(default)s)")
     parser.add_argument("--end", type=float, default=time.time(), help="its end, in seconds since 1970 (default: now)")
     parser.add_argument("--out", default="panels.png", help="file to write (default: %(default)s)")
     args = parser.parse_args()
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: pass a number above 0")
+    if not Path(args.out).parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {Path(args.out).parent}; pass a file in a folder that exists")
+    try:
+        draw(args, parser)
+    except (URLError, ValueError) as error:
+        parser.error(f"--prometheus {args.prometheus}: {error}; start Prometheus as examples/monitoring/README.md says, or pass its URL")
+
+
+def draw(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Query all panels, and draw those with data. Ends with an error of ``parser`` if none has data."""
     begin, drawn = args.end - 60 * args.minutes, []
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         lines = [

@@ -69,6 +69,15 @@ def read_text(path: Path) -> str:
         raise CommandError(f"{path} cannot be read: {error}; pass files of text in UTF-8") from error
 
 
+def check_device(device: str) -> None:
+    """Raise ``CommandError`` unless torch can use the device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CommandError(f"--device {device}: {reason}; pass cpu, cuda where there is an NVIDIA GPU, or leave it out") from error
+
+
 class AttentionInputs:
     """The hidden states that attention layers read, after the norm before them.
 

@@ -62,7 +62,6 @@ class Connection:
     """
 
     def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float, waits: bool = True) -> None:
-        self._endpoint = endpoint
         self._named_keys = "no keys" if keys is None else f"keys with the public part {keys.public.decode()}"
         self.socket = context.socket(zmq.DEALER)
         # The receiver's window bounds the queued bytes. A message that was started must not be lost.
@@ -154,7 +153,7 @@ class Connection:
         """Raise :class:`BrokenConnection` with the reason of libzmq's event of a lost connection."""
         event = parse_monitor_message(self.monitor.recv_multipart())["event"]
         if event == zmq.EVENT_CONNECT_RETRIED:
-            raise BrokenConnection(f"nothing listens on {self._endpoint}")
+            raise BrokenConnection("nothing listens there")
         if event & _FAILED_HANDSHAKES:
             raise BrokenConnection(
                 f"no handshake: this side has {self._named_keys}, the receiver has other keys or none; give both the same key file"

@@ -55,7 +55,7 @@ class ServerSocket:
                 self._socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
+            raise LinkError(f"no link can listen on {endpoint}: {error}; name a free port or file, and an address of this machine") from error
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()

@@ -156,10 +156,13 @@ class TcpBackend:
         found = urlsplit(url)
         options = parse_qs(found.query, keep_blank_values=True)
         files = options.pop("keys", [])
-        if options or len(files) > 1 or found.path or found.fragment:
+        if options or len(files) > 1 or found.path or found.fragment or found.port is None:
             raise OptionError(f"prefix store {url!r}: pass {FORM}")
         try:
             keys = LinkKeys.read(Path(files[0])) if files else None
+        except LinkError as error:
+            raise OptionError(f"prefix store {url!r}: {error}") from error
+        try:
             return cls(f"tcp://{found.netloc}", keys)
         except LinkError as error:
             raise OptionError(f"prefix store {url!r}: {error}; pass {FORM}") from error

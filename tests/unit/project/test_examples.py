@@ -49,6 +49,19 @@ def test_a_python_example_says_in_a_sentence_that_no_server_answers(
     assert "\n" not in str(ended.value.code)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--prometheus", "http://127.0.0.1:{}"], "start Prometheus"), (["--out", "no-folder/x.png"], "no-folder"), (["--minutes", "0"], "--minutes 0")],
+)
+def test_the_panels_are_refused_in_a_sentence(
+    closed: int, arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["draw_panels.py", *(each.format(closed) for each in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples/monitoring/draw_panels.py"), run_name="__main__")
+    assert ended.value.code == 2 and named in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("asked", ["PORT={}", "ARGS=--port {}", "ARGS=--log-level info --port={} --kv-budget 0.5"])
 def test_make_looks_at_the_port_that_will_be_served(taken: int, asked: str) -> None:
     command = ["make", "-s", "HARDWARE=cpu", "port-is-free", asked.format(taken)]

@@ -225,6 +225,7 @@ def test_lines_come_now_and_then(capsys, monkeypatch):
     [
         (["--samples", "0"], "--samples is 0; pass a whole number from 1"),
         (["--held-out", "1"], "--held-out is 1.0"),
+        (["--device", "gpu"], "--device gpu: "),
         ([], "1 texts have 128 tokens or more"),
         (["no-such-file.txt"], "no-such-file.txt cannot be read"),
     ],

@@ -134,6 +134,7 @@ def test_in_the_chat_template_a_document_begins_the_users_message(tiny, system):
         (["--chunk", "0"], "--chunk is 0"),
         (["--chat-template", "--prefix-text", "x"], "pass one of them"),
         (["--system", "x"], "pass --chat-template too"),
+        (["--device", "gpu"], "--device gpu: "),
         (["no-such-file.txt"], "no-such-file.txt cannot be read"),
     ],
 )

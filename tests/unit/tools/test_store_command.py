@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_ext import store
+from sglang_ext import link_keys, store
 from sglang_ext.managers.store_server import server
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
@@ -117,6 +117,11 @@ def test_prune_without_a_limit_deletes_nothing(backend):
     assert code == 2 and "pass --max-gb" in text and len(names(backend)) == 5
 
 
+def test_a_namespace_that_the_store_lacks_is_refused(backend):
+    code, text = run("prune", f"file:{backend.folder}", "--namespace", "mistyped")
+    assert code == 2 and "--namespace 'mistyped'" in text and "prints those that it has" in text and len(names(backend)) == 5
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--max-gb", -1), ("--max-gb", "nan"), ("--older-than", -1)])
 def test_limits_below_zero_are_refused(backend, flag, value):
     code, text = run("prune", f"file:{backend.folder}", flag, value)
@@ -160,6 +165,13 @@ def test_a_slow_copy_outlives_the_connection_of_its_listing(backend, tmp_path, m
     assert code == 0 and text.startswith("5 pages copied")
 
 
+def test_written_keys_are_told_for_links_and_for_stores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["link_keys", f"{tmp_path}/keys"])
+    link_keys.main()
+    text = capsys.readouterr().out
+    assert all(f"{use}{tmp_path}/keys" in text for use in ("--kv-link-keys ", "--keys ", "?keys="))
+
+
 def test_the_commands_load_no_model_code_and_print_nothing_else(backend):
     program = (
         "import sys; from sglang_ext import link_keys, store; code = store.main(sys.argv[1:]);"
@@ -169,8 +181,13 @@ def test_the_commands_load_no_model_code_and_print_nothing_else(backend):
     assert (done.returncode, done.stdout, done.stderr) == (0, "5 pages, 0 damaged\n", "")
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0"])
+@pytest.mark.parametrize("url", ["ftp://host", "file:", "redis://127.0.0.1:1/0", "tcp://127.0.0.1:1"])
 def test_a_store_that_cannot_be_opened_is_named_with_the_remedy(url):
     pytest.importorskip("redis") if url.startswith("redis") else None
     code, text = run("list", url)
-    assert code == 2 and text.startswith("store: ") and url.split(":")[0] in text
+    assert code == 2 and text.startswith("store: ") and url.split(":")[0] in text and "pass" in text
+
+
+def test_a_copy_names_the_target_that_does_not_answer(backend):
+    code, text = run("copy", f"file:{backend.folder}", "tcp://127.0.0.1:1")
+    assert code == 2 and text.startswith("store: tcp://127.0.0.1:1: ") and "start this store" in text

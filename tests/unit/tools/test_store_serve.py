@@ -109,6 +109,7 @@ def test_a_store_process_serves_until_a_signal_and_again_after_a_kill(tmp_path: 
     [
         (["--listen", "127.0.0.1:7100", "--memory-gb", "1"], "pass tcp://ADDRESS:PORT"),
         (["--listen", "ipc:///tmp/store", "--memory-gb", "1"], "pass tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://127.0.0.1:99999", "--memory-gb", "1"], "pass tcp://ADDRESS:PORT"),
         (["--listen", "tcp://0.0.0.0:1", "--memory-gb", "1"], "listens on all interfaces"),
         (["--listen", "tcp://192.0.2.1:1", "--memory-gb", "1"], "without keys"),
         (["--listen", "tcp://127.0.0.1:0", "--memory-gb", "0"], "--memory-gb 0: pass"),

@@ -248,7 +248,7 @@ def test_names_that_are_no_hashes_are_refused(store: StoreBackend, bad: str) -> 
 
 BAD_TCP = (
     *("tcp://", "tcp://127.0.0.1", "tcp://localhost:1", "tcp://*:1", "tcp://0.0.0.0:1", "tcp://192.0.2.1:1", "tcp://127.0.0.1:1/x"),
-    *("tcp://127.0.0.1:1?key=x", "tcp://127.0.0.1:1?keys=missing"),
+    "tcp://127.0.0.1:1?key=x",
 )
 
 
@@ -264,6 +264,18 @@ BAD_TCP = (
 def test_malformed_urls_are_refused_with_the_allowed_form(bad: str) -> None:
     with pytest.raises(OptionError, match="pass"):
         open_backend(bad)
+
+
+def test_a_url_of_a_store_process_without_a_port_is_refused_with_the_form_of_its_urls_alone() -> None:
+    with pytest.raises(OptionError) as refused:
+        open_backend("tcp://127.0.0.1")
+    assert "pass tcp://ADDRESS:PORT" in str(refused.value) and "ipc:" not in str(refused.value)
+
+
+def test_a_missing_file_of_keys_is_refused_with_one_remedy() -> None:
+    with pytest.raises(OptionError, match="link_keys") as refused:
+        open_backend("tcp://127.0.0.1:1?keys=missing")
+    assert "pass tcp://" not in str(refused.value)
 
 
 @pytest.mark.parametrize("unbounded", ["tcp://127.0.0.1:1", "redis://127.0.0.1:1/0", "s3://bucket", "mooncake://127.0.0.1:1"])
