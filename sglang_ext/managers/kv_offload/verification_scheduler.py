@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 # Relative tolerance for sums of floats above a capacity.
 ROUNDING = 1e-9
-# Share of the wanted rounds by which a verification without a load may move to an iteration with fewer due requests.
-TOLERANCE = 0.25
 
 
 class ReservationRing:
@@ -128,6 +126,7 @@ class VerificationScheduler:
         iteration_seconds: Measured duration of an iteration.
         memory: Memory that all loads may hold together, in tokens or bytes.
         horizon: Number of planned iterations, including the current one.
+        tolerance: Share of the wanted rounds by which a verification without a load may move to an iteration with fewer due requests.
 
     Attributes:
         link: Link time of loads in seconds. Set its capacity to the measured duration of an iteration; reserved seconds stay.
@@ -136,11 +135,11 @@ class VerificationScheduler:
         num_postponed: Number of verifications postponed because their load was late.
     """
 
-    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64) -> None:
+    def __init__(self, iteration_seconds: float, memory: float, horizon: int = 64, tolerance: float = 0.25) -> None:
         self.link = ReservationRing(iteration_seconds, horizon)
         self.memory = ReservationRing(memory, horizon)
         self.admitted = self.refused = self.num_postponed = 0
-        self._now = 0
+        self._tolerance, self._now = tolerance, 0
         self._planned: dict[Hashable, _Planned] = {}
         self._verifying: dict[Hashable, _Planned] = {}
 
@@ -230,7 +229,7 @@ class VerificationScheduler:
         """Place a verification without a load near ``wanted``, in the iteration with the fewest due requests."""
         last = self.link.horizon - 1
         anchor = min(wanted, last)
-        reach = int(TOLERANCE * anchor)
+        reach = int(self._tolerance * anchor)
         counts = Counter(each.due - self._now for each in self._planned.values())
         due = self._now + min(_nearest_first(anchor, max(1, anchor - reach), min(last, anchor + reach)), key=counts.__getitem__)
         return _Planned(due, due, [], 0.0)

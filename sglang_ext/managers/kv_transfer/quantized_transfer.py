@@ -1,12 +1,17 @@
 """Prompts that are transferred as quantized KV, in mode lossy (HACK, arXiv 2502.03589, section 6): packed once, at the prefill server.
 
-The decode side receives the blocks of its compressed KV, bit for bit, and no full KV for them. The first and the newest tokens are sent
-exactly. So a room has three kinds of pages: exact pages before the blocks, pages of whole blocks, and exact pages after them. A page of
-blocks has keys, then values, of each layer: for each KV head the bytes of its blocks (block_layout.py), without the padding of their cells.
+The decode side receives the blocks of its compressed KV, bit for bit, and no full KV for them. The first and the newest tokens, which
+compressed KV keeps exactly, are sent unchanged. So a room has three kinds of pages: exact pages before the blocks, pages of whole blocks,
+and exact pages after them. A page of blocks has keys, then values, of each layer: for each KV head the bytes of its blocks
+(block_layout.py), without the padding of their cells.
 
-At the decode server, the blocks are written directly into compressed KV, which is allocated with the request's slots. For the covered tokens,
-the request's own row points to SGLang's padding page, as after full KV was freed (quantized_only.py). docs/internals/kv-transfer.md
-describes the steps.
+At the decode server, no request reads the full KV that compressed KV replaces. If a prompt would be compressed as soon as it decodes, its
+compressed KV is allocated with its slots, before any data arrives, and the blocks are written directly into it. For the covered tokens, the
+request's own row points to SGLang's padding page, as after full KV was freed (quantized_only.py). After them it points to full KV. A
+retracted request is prefilled again.
+
+SGLang prefills prompts ahead of their decode side (``--optimistic-prefill-attempts``), and keeps their full KV until that side has slots. A
+prompt that will be sent as quantized KV is packed into host memory as soon as it is prefilled, and its full KV can be freed.
 """
 
 from collections.abc import Callable

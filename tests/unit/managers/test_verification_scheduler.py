@@ -170,6 +170,11 @@ def test_many_requests_verify_in_equal_numbers_in_the_long_run():
     assert max(counts[50:]) <= 5 and min(counts[50:]) >= 3, "40 requests, every 10 iterations: about 4 in each"
 
 
+def test_without_tolerance_requests_verify_together():
+    admission = VerificationScheduler(1.0, 0.0, W, tolerance=0.0)
+    assert {admission.admit(i, 0, 0, 8) for i in range(9)} == {VerificationSlot(8, 8)}
+
+
 def due_now(admission, iterations):
     for _ in range(iterations):
         admission.advance()
