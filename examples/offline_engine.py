@@ -8,6 +8,7 @@ make install
 import inspect
 import sys
 import textwrap
+from pathlib import Path
 
 import sglang as sgl
 
@@ -16,7 +17,9 @@ DEMO_MODEL = ".cache/models/SmolLM2-135M-Instruct"
 
 def main(model: str = DEMO_MODEL) -> None:
     """Complete some hundred tokens of source code: drafting starts at 128 tokens of context."""
-    # A small pool: the two requests and their compressed copies need some 2,000 tokens.
+    if model == DEMO_MODEL and not Path(model).is_dir():
+        sys.exit(f"there is no {model} here: run `.venv/bin/python -m sglang_ext_bench.demo_model` in the repository's root, or pass a model")
+    # A small pool: the two requests and their compressed KV need some 2,000 tokens.
     # A fixed draft length: on a CPU, where drafting does not pay, `auto` would show little of it.
     flags = {"kv_mode": "verified", "kv_budget": 0.5, "kv_draft_length": 8, "max_total_tokens": 8192}
     engine = sgl.Engine(model_path=model, log_level="error", **flags)

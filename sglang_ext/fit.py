@@ -328,7 +328,7 @@ def print_quality(fitted: FitRecord, console: Console) -> None:
         console.print(
             f"fit: warning: the network predicts {layers} of held-out texts better than a constant does (R^2 {min(fitted.r2):.3f} at "
             f"worst; above 0 it predicts something): pass more texts, or texts that are alike ({fitted.tokens} tokens of "
-            f"{fitted.texts} were learned from), --network linear, or fewer --epochs",
+            f"{fitted.texts} texts were learned from), --network linear, or fewer --epochs",
             style="yellow", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 

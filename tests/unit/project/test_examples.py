@@ -51,7 +51,11 @@ def test_a_python_example_says_in_a_sentence_that_no_server_answers(
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["--prometheus", "http://127.0.0.1:{}"], "start Prometheus"), (["--out", "no-folder/x.png"], "no-folder"), (["--minutes", "0"], "--minutes 0")],
+    [
+        (["--prometheus", "http://127.0.0.1:{}"], "start Prometheus"),
+        (["--out", "no-folder/x.png"], "no-folder"),
+        (["--minutes", "0"], "--minutes 0"),
+    ],
 )
 def test_the_panels_are_refused_in_a_sentence(
     closed: int, arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
