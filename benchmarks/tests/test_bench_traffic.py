@@ -278,6 +278,12 @@ class TestCheck:
         with pytest.raises(AnswerError, match="token 0"):
             check(request(3, "abort"), [sample(2, finish="abort")], [sample(1, 2, 3)])
 
+    def test_an_aborted_answer_of_no_tokens_may_have_the_token_that_sglang_did_not_sample(self) -> None:
+        check(request(0, "abort"), [sample(0, finish="abort")], [sample(1, 2, 3)])
+        for wrong in (request(0, "abort"), [sample(5, finish="abort")]), (request(1, "abort"), [sample(0, finish="abort")]):
+            with pytest.raises(DiffersFromStock):
+                check(*wrong, [sample(1, 2, 3)])
+
     def test_a_request_for_no_token_is_answered_with_none(self) -> None:
         check(request(0), [sample()], [sample(1, 2)])
         check_lossy(request(0), [sample()])

@@ -296,6 +296,9 @@ def _check_probabilities(request: SoakRequest, sample: Sample) -> None:
 
 
 def _check_tokens(request: SoakRequest, sample: Sample, reference: Sample) -> None:
+    if sample.is_aborted and request.tokens == 0 and sample.ids == (0,):
+        # SGLang samples nothing for a request of 0 tokens, and takes token 0. It does not cut the output of an aborted request.
+        return
     index = first_difference(sample.ids, reference.ids[: len(sample.ids)])
     if index is not None:
         start = max(0, index - 2)
