@@ -162,8 +162,12 @@ class ObjectCache:
                 self.size -= dropped.content.nbytes
                 self.counters.dropped += 1
                 self.counters.lost += dropped.awaits_disk
+            try:
+                memory = memoryview(np.empty(size, np.uint8))
+            except MemoryError as error:
+                raise StoreError(f"an object of {size} bytes: this machine has no memory for it") from error
             self._reserved += size
-        return memoryview(np.empty(size, np.uint8))
+        return memory
 
     def release(self, memory: memoryview) -> None:
         """End a reservation."""

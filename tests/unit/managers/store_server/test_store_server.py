@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from sglang_ext.managers.kv_transfer.endpoints import LinkKeys
 from sglang_ext.managers.kv_transfer.wire import MAX_MESSAGE_BYTES, Message, encode
 from sglang_ext.managers.store_server import wire
 from sglang_ext.managers.store_server.server import MAX_WAITING, StoreServer
+from sglang_ext.mem_cache.prefix_store import object_cache
 from sglang_ext.mem_cache.prefix_store.backend import (
     ReadRange,
     StoreBackend,
@@ -215,6 +217,17 @@ def test_a_damaged_object_is_refused(server: StoreServer, store: StoreBackend) -
         store.put(NAME, [memoryview(CONTENT + bytes(16))])
     assert store.statistics().objects == 0 and server.cache.counters.damaged == 7
     assert put(store, 1)
+
+
+def test_an_object_without_free_memory_is_refused(server: StoreServer, store: StoreBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(size: int, dtype: type) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(object_cache, "np", SimpleNamespace(empty=fail, uint8=None))
+        with pytest.raises(StoreError, match="no memory"):
+            put(store, 1)
+    assert server.is_running and put(store, 1)
 
 
 def test_a_client_that_dies_leaves_nothing(ends: Ends, server: StoreServer, store: StoreBackend) -> None:
