@@ -70,7 +70,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_compressor": {"kv_compressor": "zip"}, "kv_more_compressors": {"kv_more_compressors": " , "}, "kv_scores": {"kv_scores": "/"},
     "kv_predictor": {"kv_predictor": "/"}, "kv_bits": {"kv_bits": 3, "kv_compressor": "kivi"},
     "kv_partition": {"kv_partition": 48, "kv_compressor": "hack"}, "kv_link_keys": {"kv_link_keys": "/", **DECODE},
-    "kv_store": {"kv_store": "ftp://host"},
+    "kv_store": {"kv_store": "ftp://host", "kv_host_gb": 1.0},
     "kv_bench_codec": {"kv_bench_codec": "zip", **DECODE}, "kv_bench_timeline": {"kv_bench_timeline": "/proc/no-such/times", **DECODE},
 }  # fmt: skip
 # By flag, arguments that its conflicts refuse, in the order of the table.
