@@ -113,16 +113,22 @@ def _auto() -> str:
     )
 
 
+def _on_stores(command: str, memory_gb: int) -> str:
+    """Run a command of the package on a folder in memory and on a store process."""
+    return (
+        f"F=$(mktemp -d -p /dev/shm); python -m sglang_ext.store serve --listen tcp://127.0.0.1:7100 --memory-gb {memory_gb} & S=$!; "
+        "trap 'kill $S; rm -rf $F' EXIT; sleep 5; "
+        f"python -m sglang_ext_bench {command} --store file:$F --store tcp://127.0.0.1:7100 --json {{out}}.json"
+    )
+
+
 def _prefix_store(prompts: str, model_flags: str) -> str:
     # Two servers run at once, and share the GPU.
     server = f"{model_flags} --mem-fraction-static 0.4 --max-total-tokens 40000 --chunked-prefill-size 8192 {NO_PREFILL_GRAPHS}"
-    return (
-        "F=$(mktemp -d -p /dev/shm); python -m sglang_ext.store serve --listen tcp://127.0.0.1:7100 --memory-gb 20 & S=$!; "
-        "trap 'kill $S; rm -rf $F' EXIT; sleep 5; "
-        f"python -m sglang_ext_bench prefix-store --model {{model}} {prompts} --store file:$F --store tcp://127.0.0.1:7100 "
-        "--prompts 3 --short-prompts 0 --greedy-only --host-gb 12 --dtype bfloat16 --logs {out} --json {out}.json "
-        f"--server-arg='{server}'"
-    )
+    return _on_stores(
+        f"prefix-store --model {{model}} {prompts} --prompts 3 --short-prompts 0 --greedy-only --host-gb 12 --dtype bfloat16 --logs {{out}} "
+        f"--server-arg='{server}'", 20,
+    )  # fmt: skip
 
 
 def _tests(names: str) -> str:
@@ -172,11 +178,8 @@ STEPS: dict[str, Step] = {
     # Pass a folder with weights and a tokenizer as --model. After the time limit, a second run measures the remaining servers.
     "methods": Step(_methods(), 580),
     # The KV of 32,768 tokens of Qwen3-8B.
-    "store-rate": Step(
-        "F=$(mktemp -d -p /dev/shm); python -m sglang_ext.store serve --listen tcp://127.0.0.1:7101 --memory-gb 8 & S=$!; "
-        "trap 'kill $S; rm -rf $F' EXIT; sleep 5; "
-        "python -m sglang_ext_bench store-rate --store file:$F --store tcp://127.0.0.1:7101 --pages 512 --json {out}.json", 200,
-    ),
+    "store-rate": Step(_on_stores("store-rate --pages 512", 8), 200),
+    "prefix-store": Step(_prefix_store("--context-len 32768", f"{DUMMY} --context-length 40000"), 580),
     # The same folder. A second run measures the arms that are missing.
     "auto": Step(_auto(), 580),
     # With a folder of weights.
