@@ -11,11 +11,19 @@ import argparse
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
+from sglang_ext.tools import CommandError
 from sglang_ext_bench import report
 from sglang_ext_bench.options import DTYPES, check_counts
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
 
 COLUMNS = ("store", "written", "restored", "bytes", "restored / bytes")
 
@@ -38,56 +46,71 @@ def run(args: argparse.Namespace) -> int:
     """Measure all stores, and print the table. Returns 1 if a page was not restored, else 0."""
     import torch
 
-    from sglang_ext.mem_cache.prefix_store.backend import ReadRange, open_backend
-    from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage
-    from sglang_ext.mem_cache.prefix_store.store import READERS, PrefixStore
+    from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat
+    from sglang_ext.mem_cache.prefix_store.store import READERS
 
     check_counts({f"--{name}": getattr(args, name) for name in ("layers", "heads", "dim", "pages", "repeats")})
     form = ObjectFormat("store-rate", getattr(torch, args.dtype), args.layers, args.heads, args.dim, 64, form=args.form)
     form.compile_codec()
-    shape = (args.pages, form.tensors, form.page_size, args.heads, args.dim)
-    # Normal numbers, as the codec expects KV.
-    source = torch.randn(shape[1:], dtype=torch.float32).to(form.dtype).repeat(args.pages, 1, 1, 1, 1)
-    target, hashes = torch.zeros_like(source), [index.to_bytes(32) for index in range(args.pages)]
+    # Normal numbers, as the codec expects KV. All pages have the same.
+    page = torch.randn(form.tensors, form.page_size, args.heads, args.dim).to(form.dtype)
+    source = page.repeat(args.pages, 1, 1, 1, 1)
+    target = torch.zeros_like(source)
     found, all_restored = {}, True
     for url in args.store:
-        store = PrefixStore(open_backend(url), url)
-        pages = [StoredPage(form, page_hash, index * form.page_size) for index, page_hash in enumerate(hashes)]
-        store.backend.delete([page.name for page in pages])
-        places = {page.name: index for index, page in enumerate(pages)}
-
-        def write() -> None:
-            writes = [store.write(page, lambda page: source[places[page.name]], lambda: True) for page in pages]
-            assert all(each.result() for each in writes), "a page was not written"
-
-        def restore() -> None:
-            again = [StoredPage(form, page.page_hash, page.start) for page in pages]
-            reading = store.read(again, lambda page: target[places[page.name]], lambda page, kv: None, False)
-            while not reading.ended:
-                time.sleep(0.001)
-
-        def read_bytes() -> None:
-            list(pool.map(lambda each: store.backend.read([ReadRange(each, 0, memories.pop())]), sizes))
-
-        written = seconds_of(write, 1)
-        sizes = {each.name: each.size for each in store.backend.objects() if each.name in places}
-        restored = seconds_of(restore, args.repeats)
+        target.zero_()
+        found[url] = measure(url, form, source, target, args.repeats)
         all_restored &= torch.equal(source.view(torch.uint8), target.view(torch.uint8))
-        with ThreadPoolExecutor(READERS) as pool:
-            bare = []
-            for _ in range(args.repeats):
-                memories = [memoryview(bytearray(size)) for size in sizes.values()]
-                bare.append(seconds_of(read_bytes, 1))
-        store.close()
-        found[url] = [source.nbytes / each / 1e9 for each in (written, restored, median(bare))]
-    copy = seconds_of(lambda: target[0].copy_(source[0]), args.repeats)
+    copy = page.nbytes / seconds_of(lambda: target[0].copy_(page), args.repeats) / 1e9
     rows = [(url, *(f"{each:.2f}" for each in rates), f"{rates[1] / rates[2]:.2f}") for url, rates in found.items()]
-    title = f"{args.pages} pages of {source[0].nbytes / 1e6:.1f} MB, {READERS} readers, GB/s; copy {source[0].nbytes / copy / 1e9:.2f}"
+    title = f"{args.pages} pages of {page.nbytes / 1e6:.1f} MB, {READERS} readers, GB/s; copy {copy:.2f}"
     report.make_console().print(report.make_table(title, COLUMNS, rows))
     if args.json is not None:
         report.write_json(args.json, {**report.origin(), "stores": {url: dict(zip(COLUMNS[1:], rates)) for url, rates in found.items()}})
     print("all pages restored" if all_restored else "pages were not restored")
     return 0 if all_restored else 1
+
+
+def measure(url: str, form: "ObjectFormat", source: "torch.Tensor", target: "torch.Tensor", repeats: int) -> tuple[float, float, float]:
+    """Write all pages to a store, restore them to ``target``, and read their bytes. Returns the rates, in GB/s of KV.
+
+    ``source``, ``target``: [pages, 2 * layers, page_size, heads, head_dim].
+
+    Raises:
+        CommandError: The store fails.
+    """
+    from sglang_ext.mem_cache.prefix_store.backend import StoreError, open_backend
+    from sglang_ext.mem_cache.prefix_store.object_header import ObjectError
+    from sglang_ext.mem_cache.prefix_store.objects import StoredPage, fetch_page
+    from sglang_ext.mem_cache.prefix_store.store import READERS, PrefixStore
+
+    def pages() -> list[StoredPage]:
+        return [StoredPage(form, index.to_bytes(32), index * form.page_size) for index in range(len(source))]
+
+    def write() -> None:
+        writes = [store.write(page, lambda page: source[place(page)], lambda: True) for page in pages()]
+        if not all(each.result() for each in writes):
+            raise StoreError("a page was not written")
+
+    def restore() -> None:
+        reading = store.read(pages(), lambda page: target[place(page)], lambda page, kv: None, False)
+        while not reading.ended:
+            time.sleep(0.001)
+
+    def place(page: StoredPage) -> int:
+        return page.start // form.page_size
+
+    def read_bytes() -> None:
+        list(readers.map(lambda page: fetch_page(store.backend, page), pages()))
+
+    try:
+        with closing(PrefixStore(open_backend(url), url)) as store, ThreadPoolExecutor(READERS) as readers:
+            store.backend.delete([page.name for page in pages()])
+            # Last, because damaged pages are deleted when they are restored.
+            written, bare, restored = seconds_of(write, 1), seconds_of(read_bytes, repeats), seconds_of(restore, repeats)
+    except (StoreError, ObjectError) as error:
+        raise CommandError(f"--store {url}: {error}") from error
+    return tuple(source.nbytes / seconds / 1e9 for seconds in (written, restored, bare))
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
