@@ -74,19 +74,22 @@ class PageChecksums:
             tables = buffers.key_table, buffers.value_table
             return page_checksum(*tables, words, slots, self.token_weights, self.column_weights)
         sums = slots.new_zeros(len(slots) // self.page_size)
-        of_column, of_token = self.column_weights.numpy(), self.token_weights.transpose(0, 1).flatten(0, 1).numpy()
-        for words, weights in zip(self._words, np.split(of_token, len(self._words)), strict=True):
-            _add_checksums(words, slots.numpy(), of_column, weights, sums.numpy())
+        for words, token_weights in self._weighted_words:
+            _add_checksums(words, slots.numpy(), self.column_weights.numpy(), token_weights, sums.numpy())
         return sums
 
     @cached_property
-    def _words(self) -> list[np.ndarray]:
-        """Keys of all layers, then values, in host memory: [buffers, slots, words of a row]. One array if they lie at regular distances."""
+    def _weighted_words(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Keys of all layers, then values, in host memory, [buffers, slots, words of a row], with their token weights, [buffers, page_size].
+
+        One pair if the distances between buffers are equal, since each pair costs a call. Otherwise one pair for each buffer.
+        """
         words = [as_words(buffer, SUMMED_WORD).numpy() for buffer in (*self.buffers.keys, *self.buffers.values)]
-        steps = {after.ctypes.data - before.ctypes.data for before, after in pairwise(words)}
-        if len(steps) > 1:
-            return [each[None] for each in words]
-        return [np.lib.stride_tricks.as_strided(words[0], (len(words), *words[0].shape), (*steps, *words[0].strides))]
+        weights = self.token_weights.transpose(0, 1).flatten(0, 1).numpy()
+        distances = {after.ctypes.data - before.ctypes.data for before, after in pairwise(words)}
+        if len(distances) > 1:
+            return [(buffer[None], of_token[None]) for buffer, of_token in zip(words, weights, strict=True)]
+        return [(np.lib.stride_tricks.as_strided(words[0], (len(words), *words[0].shape), (*distances, *words[0].strides)), weights)]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -19,7 +19,7 @@ Example::
     backend.put(page.name, encode_object(page, kv))
     read_page(backend, StoredPage(form, page_hash, start=0), kv)  # raises ObjectError: compute the page
 
-The KV of a page is one tensor, [2 * layers, page_size, heads, head_dim]: keys of all layers, then values. The channels of a layer are contiguous.
+The KV of a page is one tensor, [2 * layers, page_size, heads, head_dim]: keys of all layers, then values. The numbers of a layer are contiguous.
 Pages in the form "raw" are copied by threads that hold no GIL, in one call.
 """
 
@@ -35,7 +35,7 @@ import xxhash
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.lynx.codec import decode_page, encode_page
-from sglang_ext.layers.kernels.lynx.layout import HEADER, RAW, PageLayout
+from sglang_ext.layers.kernels.lynx.layout import HEADER, RAW, PageLayout, StreamBatch
 from sglang_ext.mem_cache.prefix_store.backend import MAX_OBJECT_BYTES, ReadRange, StoreBackend, StoreError, check_name
 from sglang_ext.mem_cache.prefix_store.object_header import (
     CHECKSUM_BYTES,
@@ -303,11 +303,12 @@ def encode_object(page: StoredPage, kv: torch.Tensor) -> list[memoryview]:
     """
     numbers, layout, residuals = _numbers(kv, page), page.layout, torch.empty(0, dtype=torch.uint8)
     if page.form.form == "raw":
-        packed = np.empty((page.form.tensors, aligned(layout.raw_bytes)), np.uint8)
-        packed[:, :HEADER], packed[:, layout.raw_bytes :] = 0, 0
-        packed[:, 0] = RAW
-        np.copyto(packed[:, HEADER : layout.raw_bytes], numbers)
-        anchors = torch.from_numpy(packed.reshape(-1))
+        streams = StreamBatch.empty(page.form.tensors, layout.raw_bytes, kv.device)
+        rows = streams.rows.numpy()
+        rows[:, :HEADER] = 0
+        rows[:, 0] = RAW
+        np.copyto(rows[:, HEADER:], numbers)
+        anchors = streams.memory
         anchor_sizes, residual_sizes = (layout.raw_bytes,) * page.form.tensors, (0,) * page.form.tensors
     else:
         streams = encode_page(kv.unbind(), layout)
