@@ -1,4 +1,4 @@
-"""The benchmark of prefix stores: which servers get which prompts, what it computes from its measurements, and what it refuses."""
+"""The benchmark of prefix stores sends prompts to servers, computes ratios from their times, and refuses wrong options."""
 
 import json
 from pathlib import Path

@@ -32,11 +32,7 @@ from sglang_ext.mem_cache.prefix_store.backend import (
 )
 from sglang_ext.mem_cache.prefix_store.file_backend import FileBackend
 from sglang_ext.mem_cache.prefix_store.object_cache import ObjectCache
-from sglang_ext.mem_cache.prefix_store.objects import (
-    ObjectFormat,
-    StoredPage,
-    encode_object,
-)
+from sglang_ext.mem_cache.prefix_store.objects import ObjectFormat, StoredPage, encode_object
 
 FORM = ObjectFormat("a model", torch.float32, layers=2, heads=2, head_dim=64, page_size=64, form="raw")
 

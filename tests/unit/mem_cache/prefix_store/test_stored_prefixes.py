@@ -57,11 +57,11 @@ class Store:
     def count_run(self, names):
         return self._ask("count_run", names)
 
-    def read(self, wanted):
+    def read(self, ranges):
         self.may_read.wait(10)
         time.sleep(self.seconds)
         self.reads += 1
-        return self._ask("read", wanted)
+        return self._ask("read", ranges)
 
     def delete(self, names):
         return self._ask("delete", names)
